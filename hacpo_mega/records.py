@@ -2,8 +2,8 @@
 
 Prompt -> Rollout (fresh answer) -> Trajectory (judged and scored, as it crosses agents) -> Pool (a lane's full cube)
 -> Sample (a trajectory as one learner sees it) -> MicroBatch (packed, see samples/packing.py).
-A Rollout may be a Conversation: several own turns of the agent, and what an environment said between them.
-A TokenSequence has the tokens that a model reads and how many of them count; a Sample adds what learning needs.
+A Rollout may be a Conversation: several own turns of the agent, with an environment's or other agents' between them.
+A TokenSequence has the tokens that a model reads and which of them are trained; a Sample adds advantage and ratio.
 """
 
 import json
@@ -39,16 +39,16 @@ class Prompt:
 class Turn:
     """One turn of a conversation. An own turn (role "assistant") is sampled and trained; others are context.
 
-    content      text of an own turn without its end token; of another turn, what was said
-    num_tokens   its tokens in the agent's reading. Between two own turns the first other turn has all of them, with
-                 those that close the own turn before it and open the next one; further ones have 0.
-    stop         reason why an own turn ended; None for others. The last turn of a conversation of several agents has
-                 one, too, where another of them said it: this agent has not read it (num_tokens 0)
+    content      its text; an own turn's without the end token
+    num_tokens   its tokens in this agent's encoding. Other turns between two own ones are encoded together: the first
+                 has all their tokens, with those that close the own turn before and open the next; the rest have 0
+    stop         reason why an own turn ended; None for others, except the last turn of a conversation of several agents
+                 if another one wrote it: this agent has not read it (num_tokens 0)
     name         of the tool that answered, or of another agent's role; empty for others
-    opened       start of an agent's turn that the prompt before it has written (a <think>): `content` continues it, and
-                 both together are judged
-    A turn of the role HISTORY stands behind what others said and begins a segment: its tokens are a prompt of their
-    own, and nothing before them is read. Its content is a History as JSON.
+    opened       start of an agent's turn that the prompt before it already contains (a <think>): `content` continues
+                 it, and both together are judged
+    A turn of the role HISTORY follows the turns of others and begins a segment: its tokens are a prompt of their own,
+    and nothing before them is read. Its content is a History as JSON.
     """
 
     role: str
@@ -146,7 +146,7 @@ class Conversation:
 
     @property
     def answer(self) -> Turn:
-        """The last turn that any agent said, which is judged: mostly an own one."""
+        """The last turn that any agent wrote, which is judged: mostly an own one."""
         return next(turn for turn in reversed(self.turns) if turn.stop is not None)
 
     def parts(self) -> Iterator[tuple[Turn, slice]]:
@@ -207,7 +207,7 @@ class Rollout:
     `token_ids` is int32 [num_tokens] and keeps the final EOS if there is one; `text` is without special tokens.
     `logprobs` are the engine's of the sampled tokens, float32 nats [num_tokens]; `routing` is as in Completion. Both
     are None if not asked for, and for other agents' answers, with which they do not travel. In a conversation,
-    `token_ids` are all tokens after the prompt, and `text` is its answer, which another agent may have said.
+    `token_ids` are all tokens after the prompt, and `text` is its answer, which another agent may have written.
     """
 
     prompt_index: int
@@ -225,7 +225,7 @@ class Rollout:
         assert self.conversation is None or self.conversation.num_tokens == len(self.token_ids)
 
     def asked(self, prompt: Prompt) -> tuple[str, str]:
-        """Text of the task that was answered, and what others said behind it in the prompt."""
+        """Text of the answered task, and the opening that follows it in the prompt."""
         if self.conversation is None:
             return prompt.text, ""
         return self.conversation.task or prompt.text, self.conversation.opening
@@ -267,7 +267,7 @@ class Trajectory:
     EOS if `eos_in_loss` is off. It is NaN, over 0 tokens, if no agent trains on the answer. `reward` is NaN exactly
     when the answer is unjudged. `engine_weight` multiplies the answer's advantage for every learner
     (algorithm/engine_correction.py): 1 without a correction by sequence. `token_logprobs` are those that `mean_logprob`
-    is the mean of, float32 [num_scored], if an objective reads them (algorithm/own_functions.py).
+    is the mean of, float32 [num_scored], if an objective reads them (algorithm/user_functions.py).
     """
 
     agent: int
@@ -357,12 +357,12 @@ class TokenSequence:
 
 @dataclass(frozen=True)
 class Score:
-    """An actor's log-probs of an answer, in nats, and the weights that follow (algorithm/engine_correction.py).
+    """An actor's log-probs of an answer, in nats, and its weights for engine-trainer mismatch (engine_correction.py).
 
     mean_logprob      over its trained tokens, rounded to fp32; 0 without a trained token
     token_logprobs    the log-probs it is the mean of, float32 [num_trained]
-    engine_weight     of the answer: 1 unless engine and trainer are corrected by sequence
-    token_weights     float32 [num_trained]; None unless they are corrected by token
+    engine_weight     of the answer; 1 unless rollout.engine_correction is "sequence"
+    token_weights     float32 [num_trained]; None unless it is "token"
     """
 
     mean_logprob: float
@@ -525,7 +525,7 @@ class UpdateStats:
     reports      of the loss function, one per micro-batch of this cell, tensors on the CPU
     loss         of the whole update, over all cells
     grad_norm    of the whole model and the whole update, before clipping; lr the rate it was applied with
-    skipped      the loss or the norm was not finite, so the parameters stayed unchanged
+    skipped      True if the loss or the norm was not finite, and the parameters stayed unchanged
     num_*        of this cell: num_tokens the model read, num_trained those whose log-prob the loss used; no padding
     experts      over all cells; None for a model without experts, or an update without samples
     """

@@ -68,7 +68,7 @@ def exact_numbers(options: dict[str, Any], *, knows_omega: bool = True) -> dict[
     config, plain = AlgorithmConfig(**options), AlgorithmConfig(method="naive")
     capability_N = expected_N if knows_omega else torch.ones(2).double()
     omega_NN = capability_ratios(capability_N, config.omega_clip)
-    mu_ON = joint_baselines(rewards_ONG, omega_NN, config.baseline_guard)
+    mu_ON = joint_baselines(rewards_ONG, omega_NN, guard=config.baseline_guard)
     found: dict[str, list[float]] = {"R - mu": [], "advantage": [], "variance": []}
     for learner, source in itertools.product(range(2), repeat=2):
         of = learner if config.cross_baseline == "learner" else source
@@ -89,7 +89,7 @@ def exact_by_difficulty() -> dict[str, list[float]]:
     """E[R - mu] of each agent's own answers under the oracle, and the chance that its baseline is above 1, [L] each."""
     rewards_ONG, chance_LO = outcomes()
     expected_N = torch.sigmoid(ABILITY_N - DIFFICULTY_L[:, None]).mean(dim=0)
-    mu_ON = joint_baselines(rewards_ONG, capability_ratios(expected_N, None), False)
+    mu_ON = joint_baselines(rewards_ONG, capability_ratios(expected_N, None), guard=False)
     chance_LO = chance_LO * len(DIFFICULTY_L)
     surplus_LN = chance_LO @ (rewards_ONG.mean(dim=2) - mu_ON)
     above_LN = chance_LO @ (mu_ON > 1.0 + 1e-12).double()
@@ -131,7 +131,7 @@ def bias(history_RN: list[Tensor], rewards_RPNG: Tensor, window: int, with_curre
         tracker.update(mean_RN.flatten(), mean_RN.flatten())
     capability_RN = tracker.values().reshape(history_RN[0].shape)
     omega_RNN = torch.vmap(lambda capability_N: capability_ratios(capability_N, config.omega_clip))(capability_RN)
-    mu_RPN = torch.vmap(lambda rewards, omega: joint_baselines(rewards, omega, False))(rewards_RPNG, omega_RNN)
+    mu_RPN = torch.vmap(lambda rewards, omega: joint_baselines(rewards, omega, guard=False))(rewards_RPNG, omega_RNN)
     surplus_R = (rewards_RPNG.mean(dim=(1, 3)) - mu_RPN.mean(dim=1))[:, -1]
     return surplus_R.mean().item(), surplus_R.std().item() / REPLICATIONS**0.5
 
@@ -187,7 +187,7 @@ def share_opposed(distance: float, config: AlgorithmConfig, generator: torch.Gen
     policies = (learner_PTV, source_PTV)
     expected_PN = torch.stack([(TOKENS * mean_logprobs(each)).exp() @ REWARD_A for each in policies], dim=1)
     omega_NN = capability_ratios(expected_PN.mean(dim=0), config.omega_clip)
-    mu_PN = joint_baselines(expected_PN[:, :, None], omega_NN, config.baseline_guard)
+    mu_PN = joint_baselines(expected_PN[:, :, None], omega_NN, guard=config.baseline_guard)
     cross_mu_P = mu_PN[:, 1 if config.cross_baseline == "source" else 0]
     own_PD = gradient(learner_PTV, learner_PTV, REWARD_A - mu_PN[:, :1], True, config)
     cross_PA = omega_NN[1, 0] * (REWARD_A - cross_mu_P[:, None])

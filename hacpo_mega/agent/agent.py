@@ -3,13 +3,14 @@
 The agent scores its answers and learns here; its rollout side is in rollout_client.py. All ranks of a cell call every
 method with equal arguments and get equal results.
 
-Scores are the actor's log-probs of the agent's own answers before it learns (log-prob recompute). Answers are scored
-before the step's first update: first those of that update, packed as it will pack them, then the rest together. In bf16
-each later update's answers are packed as it will pack them, too: other micro-batches would round differently, by about
-the width of the own clip. With `training.score_in_first_update` the first update's answers are not scored: the update
-computes the same log-probs, from the same weights in the same micro-batches, and its report has them bit for bit. This
-requires that nothing needs the scores first: another agent needs them to learn, engine_correction to make an advantage.
-Where scores are the engine's (Config.engine_scores) the actor computes none: they came with the answers.
+Scores are the actor's log-probs of the agent's own answers before it learns (log-prob recompute). All are computed
+before the step's first update. The answers of that update are packed as it will pack them, and the rest together. In
+bf16 those of each later update are packed as it will pack them, too: other micro-batches would round differently, by
+about the width of the own clip.
+With `training.score_in_first_update` the first update's answers are not scored: the update computes the same log-probs,
+from the same weights in the same micro-batches, and its report has them bit for bit. This requires that nothing needs
+the scores before: another agent needs them to learn, and engine_correction to scale an advantage.
+With the engine's log-probs as scores (Config.engine_scores) the actor computes none.
 
 Elsewhere: other agents (trainer.py exchanges with them), generation requests (sampler.py), advantages (algorithm/), the
 ratios that use the scores (policy_loss.py).
@@ -45,21 +46,14 @@ from hacpo_mega.config import AgentConfig, Config
 from hacpo_mega.config.checks.checks import architecture_of
 from hacpo_mega.config.checks.device_memory import agent_budget
 from hacpo_mega.logbook.files.rollout_log import AnswerNotes, AnswerTokens
+from hacpo_mega.logbook.step_report import StepResult
 from hacpo_mega.megatron.actor import Actor, ActorHooks, ActorSpec
 from hacpo_mega.megatron.model.attention import has_flash3
 from hacpo_mega.megatron.train.fused_optimizer import VERSIONS
 from hacpo_mega.megatron.train.optimizer import OffloadMode
 from hacpo_mega.memory.budget import Budget
 from hacpo_mega.models.flops import pairs_per_token
-from hacpo_mega.records import (
-    Prompt,
-    ReencodingCounts,
-    Rollout,
-    Sample,
-    Score,
-    TokenSequence,
-    UpdateStats,
-)
+from hacpo_mega.records import Prompt, Rollout, Sample, Score, TokenSequence, UpdateStats
 from hacpo_mega.samples.packing import TokenWork, deal_answers, plan_updates
 
 
@@ -87,12 +81,13 @@ class Agent:
         self.name, self.index = spec.name, place.agent
         self._algorithm = config.algorithm
         self._logs_tokens = config.logging.rollout_tokens
-        self._num_agents, self._replays, self._num_steps = len(config.agents), spec.router_replay, config.num_steps
-        self._sampling, self._takes_engine_scores = config.rollout, config.engine_scores
-        self._shows_gap = config.engine_scores and not config.mode.one_step_off
-        self._in_first_update = config.scores_in_first_update
+        self._num_agents, self._num_steps = len(config.agents), config.num_steps
+        self._replays_routing = spec.router_replay
+        self._rollout_config, self._takes_engine_scores = config.rollout, config.engine_scores
+        self._logs_engine_gap = config.engine_scores and not config.mode.one_step_off
+        self._scores_in_first_update = config.scores_in_first_update
         self._prompts_per_update = config.prompts_per_update // config.lanes  # of a lane
-        self._cells = spec.cells_per_lane
+        self._cells_per_lane = spec.cells_per_lane
         budget = agent_budget(config, spec, architecture_of(spec))
         keeps, state = config.checkpoint, budget.parts["main weights"] + budget.parts["moments"]
         copied = state if keeps.is_on and keeps.asynchronous else 0
@@ -100,7 +95,7 @@ class Agent:
         step = 0 if start is None else start.step
         with in_turn(place, device_policy(config.mode).takes_turns):
             with place.spans.span("actor"):
-                self.actor = _actor(spec, place, config, start, budget)
+                self.actor = _build_actor(spec, place, config, start, budget)
             self.rollout = RolloutClient(
                 spec,
                 place,
@@ -112,9 +107,9 @@ class Agent:
                 sampler=sampler,
             )
         self.codec, self._devices = self.rollout.codec, self.rollout.devices
-        # Own answers of every update are scored in its micro-batches, apart from other updates' answers. In float32
-        # other micro-batches round by 1e-7, far below any clip, and there are fewer.
-        self._repeats_scoring = self.actor.dtype == torch.bfloat16 and not config.engine_scores
+        # Own answers of every update are then scored in its micro-batches. In float32 other micro-batches change a
+        # log-prob by 1e-7, far below any clip: those of all later updates are scored together, in fewer micro-batches.
+        self._scores_by_update = self.actor.dtype == torch.bfloat16 and not config.engine_scores
         self._weight = sample_weight(
             config.prompts_per_update, config.answers_per_prompt, len(config.agents), config.algorithm
         )
@@ -128,13 +123,13 @@ class Agent:
 
     def deal(self, prompts: Sequence[Prompt], tokens_PNG: Tensor, trains_PNG: Tensor) -> np.ndarray:
         """Cell in the lane that scores and trains each answer, int64 [P, N, G] (samples/packing.py)."""
-        work = TokenWork(pairs_per_token(self.actor.architecture), self.actor.pack.keywords["shares_prompts"])
+        work = TokenWork(pairs_per_token(self.actor.architecture), self.actor.shares_prompts)
         return deal_answers(
             tokens_PNG.numpy(),
             trains_PNG.numpy(),
             np.array([len(self.codec.encode_prompt(prompt.text)) for prompt in prompts]),
             learner=self.index,
-            cells=self._cells,
+            cells=self._cells_per_lane,
             prompts_per_update=self._prompts_per_update,
             work=work,
         )
@@ -142,7 +137,7 @@ class Agent:
     def score(
         self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout], own_P: Tensor, wanted_PG: Tensor
     ) -> list[Score | None]:
-        """Log-probs of this cell's answers before any update of this step; None for answers that need none now.
+        """Log-probs of this cell's B answers before any update of this step; None for answers that need none now.
 
         prompts     the lane's
         rollouts    answers that were dealt to this cell, by prompt, then by rollout
@@ -153,18 +148,20 @@ class Agent:
         these forwards bit by bit. The rest, and what only others want, follow together.
         """
         place_of = {prompt.index: p for p, prompt in enumerate(prompts)}
-        places = [place_of[rollout.prompt_index] for rollout in rollouts]
-        own = own_P[places].tolist()
-        asked = [b or bool(wanted_PG[p, r.rollout_index]) for b, p, r in zip(own, places, rollouts)]
+        place_B = [place_of[rollout.prompt_index] for rollout in rollouts]
+        is_own_B = own_P[place_B].tolist()
+        needs_B = [own or bool(wanted_PG[p, r.rollout_index]) for own, p, r in zip(is_own_B, place_B, rollouts)]
         if self._takes_engine_scores:
-            return [self._engine_score(rollout) if b else None for rollout, b in zip(rollouts, asked, strict=True)]
+            return [self._engine_score(r) if needs_score else None for r, needs_score in zip(rollouts, needs_B)]
         scores: list[Score | None] = [None] * len(rollouts)
-        # Updates whose own answers are scored by themselves.
-        num_apart = -(-len(prompts) // self._prompts_per_update) if self._repeats_scoring else 1
-        update = [p // self._prompts_per_update if b else num_apart for b, p in zip(own, places)]
-        batches = [[b for b, m in enumerate(update) if m == apart] for apart in range(num_apart)]
-        batches.append([b for b, m in enumerate(update) if asked[b] and m >= num_apart])
-        if self._in_first_update:
+        # One batch for the own answers of each of these first updates, and one for all other answers.
+        num_updates = -(-len(prompts) // self._prompts_per_update) if self._scores_by_update else 1
+        batches: list[list[int]] = [[] for _ in range(num_updates + 1)]
+        for b, p in enumerate(place_B):
+            if needs_B[b]:
+                update = p // self._prompts_per_update if is_own_B[b] else num_updates
+                batches[min(update, num_updates)].append(b)
+        if self._scores_in_first_update:
             for b in batches.pop(0):
                 # Without a trained token the update computes nothing either.
                 if rollouts[b].num_trained(self._algorithm.eos_in_loss) == 0:
@@ -173,7 +170,7 @@ class Agent:
                 return scores  # so the device is not needed
         with self._devices.scoring():
             for batch in batches:
-                sequences = [self._sequence(prompts[places[b]], rollouts[b]) for b in batch]
+                sequences = [self._sequence(prompts[place_B[b]], rollouts[b]) for b in batch]
                 for b, score in zip(batch, self.actor.score(sequences), strict=True):
                     scores[b] = self._weighted(score, rollouts[b])
         return scores
@@ -185,14 +182,15 @@ class Agent:
         return Score(float(mean), logprobs)
 
     def _weighted(self, score: Score, rollout: Rollout) -> Score:
-        """The score with weights for engine-trainer mismatch, as rollout.engine_correction asks."""
-        of_answer, of_tokens = engine_weights(
+        """The score with the weights of rollout.engine_correction."""
+        answer_weight, weights_T = engine_weights(
             trainer_T=torch.from_numpy(score.token_logprobs),
             engine_T=torch.from_numpy(rollout.trained_logprobs(self._algorithm.eos_in_loss)),
-            correction=self._sampling.engine_correction,
-            cap=self._sampling.engine_correction_cap,
+            correction=self._rollout_config.engine_correction,
+            cap=self._rollout_config.engine_correction_cap,
         )
-        return replace(score, engine_weight=of_answer, token_weights=None if of_tokens is None else of_tokens.numpy())
+        token_weights = None if weights_T is None else weights_T.numpy()
+        return replace(score, engine_weight=answer_weight, token_weights=token_weights)
 
     def _sequence(self, prompt: Prompt, rollout: Rollout) -> TokenSequence:
         prompt_ids = np.array(self.codec.encode_prompt(*rollout.asked(prompt)), dtype=np.int32)
@@ -215,9 +213,10 @@ class Agent:
 
         `step` counts from 1, `update_index` from 0 within the step.
         """
-        # Only own answers have a replayed routing, so others' answers must not share their prompts.
-        is_apart = update_index == 0 or self._replays or self._repeats_scoring
-        packing = None if is_apart else self.actor.pack
+        # By default the actor packs own answers apart from others', as they were scored. A replayed routing needs that,
+        # too: only own answers have one, and answers that share a prompt share its routing.
+        packs_apart = update_index == 0 or self._replays_routing or self._scores_by_update
+        packing = None if packs_apart else self.actor.pack
         return self.actor.learn(update, self._policy_loss(update, update_index, step), packing)
 
     def diagnose(self, update: Sequence[Sample], update_index: int, step: int) -> GradientProducts:
@@ -232,40 +231,33 @@ class Agent:
 
     def _policy_loss(self, update: Sequence[Sample], update_index: int, step: int) -> PolicyLoss:
         reference = self._reference_logprobs(update)
-        keeps_tokens = self._logs_tokens or (self._shows_gap and update_index == 0)
+        keeps_tokens = self._logs_tokens or (self._logs_engine_gap and update_index == 0)
         return PolicyLoss(
             update_index, self._weight, self._algorithm, reference, keeps_tokens, step=step, num_steps=self._num_steps
         )
 
-    def describe(
-        self,
-        prompts: Sequence[Prompt],
-        rollouts: Sequence[Rollout],
-        scores: Sequence[Score | None],
-        updates: Sequence[UpdateStats],
-        reencodings: Sequence[ReencodingCounts],
-    ) -> AnswerNotes:
-        """Log notes on the answers to the lane's `prompts`, as far as this cell knows them.
-
-        `rollouts` and `scores` are this cell's.
-        """
+    def answer_notes(self, result: StepResult) -> AnswerNotes:
+        """Notes for the rollout log on the answers to the lane's prompts, as far as this cell knows them."""
+        prompts, updates = result.pool.prompts, result.updates
         ratios = {key: ratio for update in updates for key, ratio in ratios_by_key(update).items()}
-        reasons = {(a.prompt_index, j, a.rollout_index): a.reason for j, r in enumerate(reencodings) for a in r.dropped}
+        reasons = {
+            (answer.prompt_index, source, answer.rollout_index): answer.reason
+            for source, counts in enumerate(result.reencodings)
+            for answer in counts.dropped
+        }
         reasons |= {key: "outside_band" for update in updates for key in outside_band(update)}
-        seen = tuple(self.codec.shown_prompt(prompt.text) for prompt in prompts)
-        tokens = self._describe_tokens(rollouts, scores, updates) if self._logs_tokens else []
+        shown = tuple(self.codec.shown_prompt(prompt.text) for prompt in prompts)
+        tokens = tuple(self._answer_tokens(result)) if self._logs_tokens else ()
         scored = tuple((*key, score.mean_logprob) for key, score in scores_of_update(updates[0]).items())
         ids = tuple(self.codec.encode_prompt(prompt.text) for prompt in prompts) if self._logs_tokens else ()
-        return AnswerNotes(ratios, seen, ids, tuple(tokens), scored, reasons)
+        return AnswerNotes(ratios, shown, ids, tokens, scored, reasons)
 
-    def _describe_tokens(
-        self, rollouts: Sequence[Rollout], scores: Sequence[Score | None], updates: Sequence[UpdateStats]
-    ) -> Iterator[AnswerTokens]:
+    def _answer_tokens(self, result: StepResult) -> Iterator[AnswerTokens]:
         """Tokens of this cell's answers with old log-probs and ratios."""
-        learnt = own_token_logprobs(updates, self.index)
-        for rollout, score in zip(rollouts, scores, strict=True):
+        current = own_token_logprobs(result.updates, self.index)
+        for rollout, score in zip(result.rollouts, result.scores, strict=True):
             old = None if score is None else score.token_logprobs
-            new = learnt.get((rollout.prompt_index, rollout.rollout_index))
+            new = current.get((rollout.prompt_index, rollout.rollout_index))
             ratios = None if old is None or new is None else np.exp(new - old)
             ids = tuple(rollout.token_ids.tolist())
             pieces = self.codec.pieces(ids)
@@ -273,12 +265,12 @@ class Agent:
             yield AnswerTokens(rollout.prompt_index, rollout.rollout_index, ids, pieces, old, ratios, places)
 
     def _reference_logprobs(self, update: Sequence[Sample]) -> dict[SampleKey, np.ndarray]:
-        """Token log-probs under the initial policy, for the samples whose KL counts; empty without a KL."""
+        """Token log-probs under the initial policy, for the samples that the KL counts; empty without a KL."""
         if self._algorithm.kl_coef == 0.0:
             return {}
         counted = [sample for sample in update if sample.is_self or self._algorithm.kl_on == "all"]
         keys = [(sample.prompt_index, sample.source, sample.rollout_index) for sample in counted]
-        # The reference is another policy than the engine's: its own routers choose the experts.
+        # Replayed routing is the engine's; the reference is another policy, whose own routers choose the experts.
         unrouted = [replace(sample, routing=None) for sample in counted]
         return dict(zip(keys, self.actor.reference_token_logprobs(unrouted)))
 
@@ -292,8 +284,8 @@ class Agent:
 
     def not_finite(self) -> str | None:
         """Name of this rank's first weight or optimizer tensor that holds NaN or infinity; None if all are finite."""
-        found = self.actor.not_finite()
-        return None if found is None else f"{found} of {self.name} is not finite"
+        tensor = self.actor.not_finite()
+        return None if tensor is None else f"{tensor} of {self.name} is not finite"
 
     def export(self, folder: Path) -> None:
         """Writes the agent as a stand-alone Hugging Face folder, after its last answer."""
@@ -301,9 +293,9 @@ class Agent:
             self.actor.save_hf(folder, added_end=self.codec.ends.added)
 
 
-def _actor(spec: AgentConfig, place: Place, config: Config, start: Checkpoint | None, budget: Budget) -> Actor:
-    """Builds the agent's actor from `start`, with all offloaded that can be: vLLM needs that memory to start."""
-    plan = ActorSpec(
+def _build_actor(spec: AgentConfig, place: Place, config: Config, start: Checkpoint | None, budget: Budget) -> Actor:
+    """Builds the agent's actor from `start`, and offloads what can be: vLLM needs that memory to start."""
+    actor_spec = ActorSpec(
         layout=spec.layout(config.lanes),
         optimizer=spec.optimizer,
         total_updates=config.updates_per_step * config.num_steps,
@@ -321,7 +313,7 @@ def _actor(spec: AgentConfig, place: Place, config: Config, start: Checkpoint | 
         dtype=actor_dtype(place.device, spec.dtype),
         timeout_s=config.wait_s,
     )
-    actor = Actor(spec.model, plan, ActorHooks(place.spans, place.progress, REPORTS))
+    actor = Actor(spec.model, actor_spec, ActorHooks(place.spans, place.progress, REPORTS))
     if config.algorithm.kl_coef > 0.0:
         actor.keep_reference()
     if start is not None:

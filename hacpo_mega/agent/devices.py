@@ -1,4 +1,4 @@
-"""Device residency: which of actor, engine and other agents occupies the device in each phase.
+"""Device residency: what actor and engine keep on the device in each phase.
 
     mode             the actor                             the engine                       weights reach the engine
     split            on the device; gradient buffers and   awake except between roll-out    when they are published
@@ -9,7 +9,7 @@
     shared           on the device in its agent's turns:   awake in its agent's turns,      when it wakes
                      to score, learn, hand out weights     after the actor is offloaded
 
-The same numbers meet the same kernels in every mode, so no bit depends on it.
+The same kernels compute from the same numbers in every mode, so no bit depends on it.
 
 Elsewhere: how a tensor is offloaded (megatron/train/offload.py), what is computed in a turn (agent.py).
 """
@@ -77,13 +77,13 @@ class Devices:
         engine: Engine | None,
         weight_sync: WeightSync,
     ) -> None:
-        """`engine` has just started with random weights; `actor` is unchanged since then.
+        """`engine` has just started with random weights; the actor has not learnt since it was loaded.
 
         Where agents take turns, `actor_offload` has offloaded the actor, and the engine sleeps afterwards.
         """
         self._policy, self._place, self._engine, self._weight_sync = policy, place, engine, weight_sync
         self._state = actor.optimizer.offload if policy.offloads_state else Offload(())
-        self._offload, self._step, self._was_exported = actor_offload, 0, False
+        self._offload, self._step, self._sleeps_for_export = actor_offload, 0, False
         self.asleep_bytes: int | None = None
         if policy.takes_turns:
             engine.sleep()
@@ -92,16 +92,16 @@ class Devices:
         """Syncs the actor's weights after `step` to the engine, which is awake afterwards.
 
         Optimizer state is offloaded meanwhile, and gradient buffers are freed, before the KV cache takes their place.
-        Where agents take turns the step is noted: the engine takes the weights when it next wakes, in a turn with the
-        actor onloaded.
+        Where agents take turns only the step is recorded: the weights are synced when the engine next wakes, in a turn
+        with the actor onloaded.
         """
         if self._policy.takes_turns:
             self._step = step
             return
-        is_asleep, self._was_exported = self._policy.engine_sleeps and self._engine.is_asleep, False
+        is_asleep, self._sleeps_for_export = self._policy.engine_sleeps and self._engine.is_asleep, False
         self._state.begin_offload()
         if is_asleep:
-            self._engine.wake(cache=False)  # weights first: the cache comes back when nothing is in flight any more
+            self._engine.wake(cache=False)  # weights first: the cache takes the memory of buffers that are freed below
         self._weight_sync.publish(step)
         self._state.finish_offload()
         if is_asleep:
@@ -116,13 +116,13 @@ class Devices:
         """
         if self._policy.takes_turns:
             with self.scoring():
-                with self._handed_over():
+                with self._engine_in_turn():
                     self._offload.offload()  # before the cache takes its place
                     self._engine.wake()
                     yield
                 self.asleep_bytes = held_bytes()
             return
-        if self._was_exported:
+        if self._sleeps_for_export:
             self.publish(self._weight_sync.step)
         try:
             yield
@@ -134,7 +134,7 @@ class Devices:
 
     @contextmanager
     def scoring(self) -> Iterator[None]:
-        """Context, in a turn, in which the actor computes without learning, or hands out its weights."""
+        """Context in which the actor is on the device, to compute without learning or to give its weights."""
         if not self._policy.takes_turns:
             yield
             return
@@ -142,14 +142,14 @@ class Devices:
             yield
 
     def exporting(self) -> AbstractContextManager[None]:
-        """`scoring` with the engine asleep, until it next answers.
+        """`scoring` with the engine asleep, which then sleeps until it next answers.
 
-        Every rank holds the model's largest matrices whole, twice (megatron/weights/reshard.py): 28 GiB for a layer of
-        DeepSeek-V3's experts. No phase of the budget has room for them beside an engine.
+        An export holds the model's largest matrices whole, twice, on every rank (megatron/weights/reshard.py): 28 GiB
+        for a layer of DeepSeek-V3's experts. No phase of the budget has room for them beside an engine.
         """
         if self._policy.engine_sleeps and not self._engine.is_asleep:
             self._engine.sleep()
-            self._was_exported = True
+            self._sleeps_for_export = True
         return self.scoring()
 
     @contextmanager
@@ -164,7 +164,7 @@ class Devices:
         with ExitStack() as turn:
             with phase("learn"):
                 turn.enter_context(self._turn(to_learn=True))
-            with self._place.spans.span("turn"):  # around phases, and never across the end of one
+            with self._place.spans.span("turn"):  # a span may hold phases, but not cross the end of one
                 yield
             with phase("learn"):
                 turn.close()
@@ -173,15 +173,15 @@ class Devices:
         """`WeightSync.differences`; where agents take turns, in one, right after a sync from the actor."""
         if not self._policy.takes_turns:
             return self._weight_sync.differences()
-        with self.scoring(), self._handed_over():
+        with self.scoring(), self._engine_in_turn():
             return self._weight_sync.differences()
 
     def _turn(self, *, to_learn: bool) -> AbstractContextManager[None]:
         return in_turn(self._place, True, partial(self._offload.onload, to_learn=to_learn), self._offload.offload)
 
     @contextmanager
-    def _handed_over(self) -> Iterator[None]:
-        """Context in which the engine has the actor's weights; on exit both are off the device, also after an error."""
+    def _engine_in_turn(self) -> Iterator[None]:
+        """Context in which the engine has synced weights; on exit it and the actor are off the device, always."""
         try:
             self._engine.wake(cache=False)
             self._weight_sync.publish(self._step)

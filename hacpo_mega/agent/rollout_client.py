@@ -47,7 +47,7 @@ class RolloutClient:
     engine                 this rank's engine; None on a rank that only trains
     turn_format, player    tokens of other turns, and the driver of conversations; None without an environment
     environment_rewards    whether the environment gives the rewards, of any size, in place of the grader
-    ahead                  thread in which the engine answers for a later step
+    prefetcher             thread in which the engine answers for a later step
     dtype                  of the actor's parameters
     devices, weight_sync   of this rank; start-up leaves the engine ready to answer
     """
@@ -66,9 +66,8 @@ class RolloutClient:
     ) -> None:
         """Starts the engine, if this rank has one, and syncs the weights after `step` to it. Collective over the job.
 
-        `actor` is this rank's, None on a rank that only generates. `agents_on_device` agents (`require_fit`) start
-        their engines one after another. `budget` is that of the device, None where it only generates. `sampler`
-        makes the generation requests.
+        `actor` is this rank's, and `budget` its device's; both None on a rank that only generates. `agents_on_device`
+        agents (`require_fit`) start their engines one after another. `sampler` makes the generation requests.
         """
         self.name, self.index, self.place = spec.name, place.agent, place
         environment = environment_of(config.conversation, has_roles=bool(config.roles))
@@ -77,25 +76,25 @@ class RolloutClient:
         self.turn_format, self.player = None, None
         if environment is not None:
             self.turn_format = turn_format(self.codec, environment, has_roles=bool(config.roles))
-            if place.coordinate.is_engine_leader:  # and plays for all ranks of its engine
+            if place.coordinate.is_engine_leader:  # one rank drives the conversations of its whole engine
                 # The player's thread has a tokenizer of its own: tokenizers are not thread-safe.
                 partners = _partners(place, config)
                 self.player = Player(environment, _codec(spec, environment), PlayLimits.of(config), partners)
                 if partners is not None and not partners.drives:
                     self.player.serve_seats(place.open_door(SEATS))
-        answers = place.coordinate.answers
+        has_engine = place.coordinate.answers
         self._answers_per_prompt = config.answers_per_prompt
         policy = device_policy(config.mode)
         # Every engine of a cell takes every n-th request: neighbours, answers to one prompt, are about equally long.
         share = slice(place.coordinate.engine, None, place.rank_map.agents[place.agent].engines_per_cell)
-        self.sampler = sampler(self.codec, self.index, share if answers else slice(0), config)
-        self.ahead = EngineThread()
+        self.sampler = sampler(self.codec, self.index, share if has_engine else slice(0), config)
+        self.prefetcher = EngineThread()
         self.dtype = actor_dtype(place.device, spec.dtype) if actor is None else actor.model.config.params_dtype
         actor_offload = ActorOffload(actor.model, actor.optimizer) if policy.takes_turns else None
         if actor_offload is not None:
             actor_offload.offload()
         with in_turn(place, agents_on_device > 1):
-            self.engine = self._load_engine(spec, config, agents_on_device, budget) if answers else None
+            self.engine = self._load_engine(spec, config, agents_on_device, budget) if has_engine else None
             with place.spans.span("weights"):
                 self.weight_sync = WeightSync(place, actor, self.engine)
                 self.devices = Devices(policy, place, actor, actor_offload, self.engine, self.weight_sync)
@@ -103,10 +102,8 @@ class RolloutClient:
 
     @property
     def summaries(self) -> tuple[str, str, str]:
-        """Lines for the startup log; an empty one says nothing.
-
-        They are on end tokens that the chat template adds, on tensors that are synced whole and not shard by shard, and
-        on the source of the replayed routing.
+        """Lines for the startup log, "" without one: on end tokens that the chat template adds, on tensors that are
+        synced whole instead of shard by shard, and on the source of the replayed routing.
         """
         routing = None if self.engine is None else self.engine.routing
         replay = "" if routing is None else f"router replay, by {routing.summary}"
@@ -122,56 +119,58 @@ class RolloutClient:
         generated.
         Afterwards the engine sleeps until `publish_weights`: the actor needs its memory to learn.
         """
-        asked = self.sampler.sampled(prompts, step)
+        requests = self.sampler.rollout_requests(prompts, step)
         texts: dict[tuple[int, int], str] = {}
 
-        def told(place: int, completion: Completion) -> None:
-            prompt, g = asked.mine[place]
-            rollout = self.sampler.rollout(asked.mine[place], completion)
+        def answer_ended(number: int, completion: Completion) -> None:
+            prompt, g = requests.mine[number]
+            rollout = self.sampler.rollout(requests.mine[number], completion)
             texts[prompt.index, g] = rollout.text
             on_answer(prompt, rollout)
 
         with self.devices.answering(then_learns=True):
-            return self._answered(asked, step, texts, on_answer=None if on_answer is None else told)
+            return self._generate(requests, step, texts, on_answer=None if on_answer is None else answer_ended)
 
     def answer_once(
         self, prompts: Sequence[Prompt], max_tokens: int, step: int, temperature: float = 0.0
     ) -> list[Rollout]:
         """One answer per prompt from the policy after `step`, as a deployed model would give; temperature 0: greedy."""
         with self.devices.answering():
-            return self._answered(self.sampler.once(prompts, max_tokens, temperature), step, {})
+            return self._generate(self.sampler.single_requests(prompts, max_tokens, temperature), step, {})
 
-    def _answered(
-        self, asked: Requests, step: int, texts: Mapping[tuple[int, int], str], **options: Any
+    def _generate(
+        self, requests: Requests, step: int, texts: Mapping[tuple[int, int], str], **options: Any
     ) -> list[Rollout]:
-        """Answers of all engines of the cell, on every rank of the cell; the call may fill `texts`."""
-        completions = self._call(asked, step)(**options)
-        shared = self._shared(completions, len(asked.places))
-        return self.sampler.rollouts(asked.places, shared, texts)
+        """Answers of all engines of the cell, on every rank of the cell.
 
-    def _call(self, asked: Requests, step: int) -> Generate:
+        `texts` has those that an `on_answer` of the `options` has decoded, by prompt index and rollout index.
+        """
+        completions = self._engine_call(requests, step)(**options)
+        return self.sampler.rollouts(requests.slots, self._gathered(completions, len(requests.slots)), texts)
+
+    def _engine_call(self, requests: Requests, step: int) -> Generate:
         """The call of this rank's engine, which must have the weights after `step`; a no-op without an engine."""
-        self.weight_sync.require(step)
+        self.weight_sync.require_step(step)
         if self.engine is None:
-            return lambda **_how: []
+            return lambda **_options: []
         if self._has_conversations and self.player is None:
             return partial(_follow, self.engine)
-        return asked.call(self.engine, self.player)
+        return requests.engine_call(self.engine, self.player)
 
-    def begin_ahead(self, prompts: Sequence[Prompt], step: int) -> None:
+    def begin_prefetch(self, prompts: Sequence[Prompt], step: int) -> None:
         """Begins to generate answers for a later step in the background, with the weights after the step before it.
 
-        Until `finish_ahead` the engine answers nothing else and takes no weights.
+        Until `finish_prefetch` the engine answers nothing else and takes no weights.
         """
-        self.ahead.begin(self._call(self.sampler.sampled(prompts, step), step - 1))
+        self.prefetcher.begin(self._engine_call(self.sampler.rollout_requests(prompts, step), step - 1))
 
-    def finish_ahead(self, prompts: Sequence[Prompt]) -> list[Completion]:
-        """Waits for the prefetched answers; `sampler` turns them into records. Collective over the cell."""
+    def finish_prefetch(self, prompts: Sequence[Prompt]) -> list[Completion]:
+        """Waits for the prefetched answers of the cell; `sampler` makes rollouts of them. Collective over the cell."""
         if self.place.weights_group is not None:
             self.place.gather_cell(b"")  # barrier with the training ranks, so that `roll_out_hidden_s` ends here
-        return self._shared(self.ahead.finish(), len(prompts) * self._answers_per_prompt)
+        return self._gathered(self.prefetcher.finish(), len(prompts) * self._answers_per_prompt)
 
-    def _shared(self, mine: Sequence[Completion], num_requests: int) -> list[Completion]:
+    def _gathered(self, mine: Sequence[Completion], num_requests: int) -> list[Completion]:
         """Answers of all engines of the cell; only an engine's first rank has those of conversations."""
         return share_completions(mine, self.place, num_requests, first_has_all=self._has_conversations)
 
@@ -189,22 +188,21 @@ class RolloutClient:
         Quantized tensors are compared with a fresh quantization of the full tensors. All others are compared by
         checksum.
         """
-        found = self.devices.differences()
-        mine = [f"{line} (on {self.place.coordinate})" for line in found[:1]]
+        mine = [f"{line} (on {self.place.coordinate})" for line in self.devices.differences()[:1]]
         lines = [line for payload in self.place.gather_cell(json.dumps(mine).encode()) for line in json.loads(payload)]
         if lines:
             raise RunStopped(f"the engine of {self.name} holds other weights than were published, first {lines[0]}")
 
     def close(self) -> None:
         """Shuts the engine down while its process groups still exist; unfinished answers are dropped."""
-        self.ahead.stop()
+        self.prefetcher.stop()
         if self.player is not None:
             self.player.close()
         if self.engine is not None:
             self.engine.close()
 
     def _load_engine(self, spec: AgentConfig, config: Config, agents_on_device: int, budget: Budget | None) -> Engine:
-        """Starts an engine with random weights: reading the folder twice would double the startup of a large model."""
+        """Starts an engine with random weights, which the first sync replaces: the actor alone reads the folder."""
         options = engine_options(config, spec, budget if agents_on_device == 1 else None)
         settings = EngineSpec(
             spec.model,
@@ -225,9 +223,10 @@ class RolloutClient:
 
 
 def require_fit(spec: AgentConfig, place: Place, config: Config, pinned: int = 0, copied: int = 0) -> int:
-    """ValueError if this rank's options, host memory or device do not fit, before anything is loaded.
+    """Number of agents that start an engine on one device one after another; 1 where agents take turns on it.
 
-    Returns how many agents start an engine on one device one after another; 1 where they take turns on it anyway.
+    ValueError, before anything is loaded, if this rank's engine options, host memory or device do not fit.
+    `pinned` and `copied` are bytes of host memory for offloaded state and for copies that checkpoints are written from.
     Collective over the job.
     """
     require_options(spec.vllm, f"agents.{spec.name}.")
@@ -242,7 +241,7 @@ def _codec(spec: AgentConfig, environment: EnvironmentClass | None) -> TextCodec
 
 
 def _partners(place: Place, config: Config) -> Partners | None:
-    """The roles that the agents play together, and where their engines are; None where each plays alone."""
+    """Roles of conversations between agents, and the ranks of their engines; None where each agent plays alone."""
     if not config.roles:
         return None
     index = {agent.name: number for number, agent in enumerate(config.agents)}
@@ -263,7 +262,7 @@ def _partners(place: Place, config: Config) -> Partners | None:
     )
 
 
-def _follow(engine: Engine, **_how: Any) -> list[Completion]:
-    """Turns that the engine's first rank plays, on another rank of the engine."""
+def _follow(engine: Engine, **_options: Any) -> list[Completion]:
+    """Generates, on another rank of an engine, the turns that its first rank requests; returns no answers."""
     engine.serve(None)
     return []

@@ -19,89 +19,91 @@ from hacpo_mega.rollout.vllm.engine_thread import Generate
 from hacpo_mega.rollout.vllm.row_noise import answer_seed
 from hacpo_mega.samples.tokenizers import TextCodec
 
-AnswerPlace = tuple[Prompt, int]  # prompt, rollout index
-NO_STEP = -1  # of answers that are no rollouts
+AnswerSlot = tuple[Prompt, int]  # prompt, rollout index
+NO_STEP = -1  # in the seeds of answers that are no rollouts
 
 
 @dataclass(frozen=True)
 class Requests:
     """One batch of requests to the engines of a cell.
 
-    places   of all engines, by prompt, then by rollout      mine   those of this rank's engine
-    prompt_ids, seeds   of mine                              how    further arguments of `Engine.generate`
+    slots               requested answers, by prompt, then by rollout
+    mine                those of this rank's engine
+    prompt_ids, seeds   of `mine`
+    options             further arguments of `Engine.generate`
     """
 
-    places: tuple[AnswerPlace, ...]
-    mine: tuple[AnswerPlace, ...]
+    slots: tuple[AnswerSlot, ...]
+    mine: tuple[AnswerSlot, ...]
     prompt_ids: list[list[int]]
     seeds: list[int]
-    how: dict[str, Any]
+    options: dict[str, Any]
 
-    def call(self, engine: Engine, player: Player | None) -> Generate:
+    def engine_call(self, engine: Engine, player: Player | None) -> Generate:
         """The call of `engine` that answers the requests; with a `player`, by conversations."""
         if player is None:
-            return partial(engine.generate, self.prompt_ids, self.seeds, **self.how)
-        return partial(player.play, engine, self.mine, self.seeds, **self.how)
+            return partial(engine.generate, self.prompt_ids, self.seeds, **self.options)
+        return partial(player.play, engine, self.mine, self.seeds, **self.options)
 
 
 class Sampler:
     """Makes one agent's requests and turns its answers into records."""
 
     def __init__(self, codec: TextCodec, agent: int, share: slice, config: Config) -> None:
-        """`share` selects the places of a cell that this rank's engine answers; `agent` is the agent's index."""
+        """`share` selects the requests of a cell that this rank's engine answers; `agent` is the agent's index."""
         self._codec, self._agent, self._share = codec, agent, share
         self._replays = config.agents[agent].router_replay
         self._seed, self._rollout, self._answers_per_prompt = config.seed, config.rollout, config.answers_per_prompt
 
-    def sampled(self, prompts: Sequence[Prompt], step: int) -> Requests:
+    def rollout_requests(self, prompts: Sequence[Prompt], step: int) -> Requests:
         """Requests for G sampled answers to each prompt in a step."""
-        places = self.places(prompts)
+        slots = self.slots(prompts)
         # A seed per answer: with one per batch or rank, another layout would sample other answers.
-        seeds = [answer_seed(self._seed, step, prompt.index, g, self._agent) for prompt, g in places]
+        seeds = [answer_seed(self._seed, step, prompt.index, g, self._agent) for prompt, g in slots]
         return self._requests(
-            places,
+            slots,
             seeds,
             max_tokens=self._rollout.max_answer_tokens,
             temperature=self._rollout.temperature,
-            # Log-probs cost nothing: the trainer's are compared with them, or they are the scores.
+            # The trainer's log-probs are compared with these, or these are the scores.
             return_logprobs=True,
         )
 
-    def once(self, prompts: Sequence[Prompt], max_tokens: int, temperature: float) -> Requests:
-        """Requests for one answer to each prompt; temperature 0: greedy. No rollout shares their noise."""
-        places = [(prompt, 0) for prompt in prompts]
-        seeds = [0] * len(places)
+    def single_requests(self, prompts: Sequence[Prompt], max_tokens: int, temperature: float) -> Requests:
+        """Requests for one answer to each prompt; temperature 0: greedy. Their seeds are no rollout's."""
+        slots = [(prompt, 0) for prompt in prompts]
+        seeds = [0] * len(slots)
         if temperature:
             seeds = [answer_seed(self._seed, NO_STEP, prompt.index, 0, self._agent) for prompt in prompts]
-        return self._requests(places, seeds, max_tokens=max_tokens, temperature=temperature)
+        return self._requests(slots, seeds, max_tokens=max_tokens, temperature=temperature)
 
-    def places(self, prompts: Sequence[Prompt]) -> list[AnswerPlace]:
-        """Places of all answers to `prompts`, by prompt, then by rollout."""
+    def slots(self, prompts: Sequence[Prompt]) -> list[AnswerSlot]:
+        """All answers to request for `prompts`, by prompt, then by rollout."""
         return [(prompt, g) for prompt in prompts for g in range(self._answers_per_prompt)]
 
     def rollouts(
         self,
-        places: Sequence[AnswerPlace],
+        slots: Sequence[AnswerSlot],
         completions: Sequence[Completion],
         texts: Mapping[tuple[int, int], str] = MappingProxyType({}),
     ) -> list[Rollout]:
-        """Records with text of the answers; `texts`, by prompt index and rollout index, are known already."""
-        found = (texts.get((prompt.index, g)) for prompt, g in places)
-        return [self.rollout(*answer) for answer in zip(places, completions, found, strict=True)]
+        """Rollouts with their texts; `texts`, by prompt index and rollout index, has those that are decoded already."""
+        decoded = (texts.get((prompt.index, g)) for prompt, g in slots)
+        return [self.rollout(*answer) for answer in zip(slots, completions, decoded, strict=True)]
 
-    def rollout(self, place: AnswerPlace, completion: Completion, text: str | None = None) -> Rollout:
-        """Record with text of one answer; `text` None: it is decoded here."""
-        (prompt, g), ended = place, completion.stop is Stop.EOS
+    def rollout(self, slot: AnswerSlot, completion: Completion, text: str | None = None) -> Rollout:
+        """Rollout of one answer; without its `text`, it is decoded here."""
+        (prompt, g), ended = slot, completion.stop is Stop.EOS
         if completion.conversation is not None:
             text = completion.conversation.answer.content
         elif text is None:
-            # `stop` stands for the final EOS; as text it would be judged, and read by learners as plain characters.
+            # `stop` represents the final EOS. As text it would be judged, and learners would encode its characters.
             text = self._codec.decode_answer(completion.token_ids[:-1] if ended else completion.token_ids)
         routing = completion.routing if self._replays else None  # a resumed run may have answers with a routing
-        numbers = completion.logprobs, routing, completion.conversation
-        return Rollout(prompt.index, g, completion.token_ids, text, completion.stop, *numbers)
+        logprobs, conversation = completion.logprobs, completion.conversation
+        return Rollout(prompt.index, g, completion.token_ids, text, completion.stop, logprobs, routing, conversation)
 
-    def _requests(self, places: Sequence[AnswerPlace], seeds: Sequence[int], **how: Any) -> Requests:
-        mine = tuple(places[self._share])
+    def _requests(self, slots: Sequence[AnswerSlot], seeds: Sequence[int], **options: Any) -> Requests:
+        mine = tuple(slots[self._share])
         prompt_ids = [self._codec.encode_prompt(prompt.text) for prompt, _ in mine]
-        return Requests(tuple(places), mine, prompt_ids, list(seeds[self._share]), how)
+        return Requests(tuple(slots), mine, prompt_ids, list(seeds[self._share]), options)

@@ -8,7 +8,7 @@ from hacpo_mega.algorithm.engine_correction import engine_weights, scale_gradien
 from hacpo_mega.algorithm.gradient_products import GradientProducts
 from hacpo_mega.algorithm.judged import Judged
 from hacpo_mega.algorithm.learning import learning_of
-from hacpo_mega.algorithm.methods import advantages_of, has_own_objective, objective_of
+from hacpo_mega.algorithm.methods import advantages_of, has_autograd_objective, objective_of
 from hacpo_mega.algorithm.objective import (
     kl_penalty,
     mean_logprobs,
@@ -16,7 +16,7 @@ from hacpo_mega.algorithm.objective import (
     sample_weight,
     token_objective,
 )
-from hacpo_mega.algorithm.own_functions import objective_loss, reads_skills, reads_source_tokens
+from hacpo_mega.algorithm.user_functions import objective_loss, reads_skills, reads_source_tokens
 
 __all__ = [
     "REWARD_TOLERANCE",
@@ -28,7 +28,7 @@ __all__ = [
     "capability_ratios",
     "engine_weights",
     "hacpo_advantages",
-    "has_own_objective",
+    "has_autograd_objective",
     "kl_penalty",
     "learning_of",
     "mean_logprobs",

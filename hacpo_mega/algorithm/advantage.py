@@ -18,7 +18,7 @@ A_b[p, j, g]  = (R[p, j, g] - mu_b[p]) sigma[p] / s_b[p]^2      graded rewards; 
 This equals the paper's formula where omega is 1, and vanishes as the rewards of a prompt become equal. Rewards of 0 and
 1 keep the paper's formula, whose sigma is 0 or at least sqrt(1 / n).
 
-Elsewhere: the rivals' advantages (methods.py).
+Elsewhere: other methods' advantages (methods.py).
 """
 
 from typing import NamedTuple
@@ -29,8 +29,8 @@ from torch import Tensor
 from hacpo_mega.algorithm.capability import capability_ratios
 from hacpo_mega.config import AlgorithmConfig
 
-# Rewards of a prompt that differ by no more count as equal: a float32 grader rounds at 6e-8, and a weighted mean of
-# several rewards adds a few roundings.
+# Rewards of a prompt that differ by no more than this count as equal: a float32 grader rounds at 6e-8, and a weighted
+# mean of several rewards adds a few roundings.
 REWARD_TOLERANCE = 1e-6
 
 
@@ -81,35 +81,35 @@ def own_advantages(rewards_PNG: Tensor, agent: int, config: AlgorithmConfig) -> 
     float64 [P, N, G].
     """
     advantages_PNG = torch.zeros_like(rewards_PNG)
-    mine = slice(agent, agent + 1)
-    advantages_PNG[:, mine] = _shared_advantages(rewards_PNG[:, mine], torch.ones(1), 0, config)
+    own = slice(agent, agent + 1)
+    advantages_PNG[:, own] = _shared_advantages(rewards_PNG[:, own], torch.ones(1), 0, config)
     return advantages_PNG
 
 
 def _shared_advantages(rewards_PNG: Tensor, capability_N: Tensor, learner: int, config: AlgorithmConfig) -> Tensor:
     omega_NN = capability_ratios(capability_N, config.omega_clip)
-    plain_NN = torch.ones_like(omega_NN)
-    baseline_omega_NN = omega_NN if config.capability_baseline else plain_NN
-    loss_omega_NN = omega_NN if config.omega_in_loss else plain_NN
-    baseline_PN = joint_baselines(rewards_PNG, baseline_omega_NN, config.baseline_guard)
+    ones_NN = torch.ones_like(omega_NN)
+    baseline_omega_NN = omega_NN if config.capability_baseline else ones_NN
+    loss_omega_NN = omega_NN if config.omega_in_loss else ones_NN
+    baseline_PN = joint_baselines(rewards_PNG, baseline_omega_NN, guard=config.baseline_guard)
     if config.cross_baseline == "learner":
         baseline_PN = baseline_PN[:, learner : learner + 1].expand_as(baseline_PN)
 
     spread = group_spread(rewards_PNG)
-    silent_PNG = rewards_PNG.isnan()
+    is_zero_PNG = rewards_PNG.isnan()
     if config.uniform_group_is_zero:
-        # Without this, omega != 1 moves the baseline away from a group of equal rewards.
-        silent_PNG = silent_PNG | spread.uniform_P[:, None, None]
+        # With omega != 1 the baseline differs from equal rewards, and would make an advantage of them.
+        is_zero_PNG = is_zero_PNG | spread.uniform_P[:, None, None]
     scale_P11 = (spread.deviation_P + config.advantage_eps)[:, None, None]
     advantages_PNG = (rewards_PNG - baseline_PN[:, :, None]) / scale_P11
     if config.uniform_group_is_zero:
         advantages_PNG = advantages_PNG * variance_shares(baseline_PN, spread)[:, :, None]
     # omega(k, k) = 1, so the own column is unchanged: one expression for own and cross answers.
     advantages_PNG = loss_omega_NN[:, learner][None, :, None] * advantages_PNG
-    return advantages_PNG.masked_fill(silent_PNG, 0.0)
+    return advantages_PNG.masked_fill(is_zero_PNG, 0.0)
 
 
-def joint_baselines(rewards_PNG: Tensor, omega_NN: Tensor, guard: bool) -> Tensor:
+def joint_baselines(rewards_PNG: Tensor, omega_NN: Tensor, *, guard: bool) -> Tensor:
     """mu_b[p] of every agent b: mean over judged answers of omega(b, j) R[p, j, g], float64 [P, N].
 
     With `guard`, a baseline above 1 (no reward can reach it) falls back to the agent's own mean on that prompt.

@@ -30,8 +30,8 @@ def reward_tally(rewards_PNG: Tensor, successes_PNG: Tensor) -> Tensor:
 
 def skill_tally(rewards_PNG: Tensor, successes_PNG: Tensor, skill_P: Tensor, num_skills: int) -> Tensor:
     """`reward_tally` of the prompts of each skill, float64 [S, N, 3]; `skill_P` is the number of each prompt's."""
-    parts = [skill_P == skill for skill in range(num_skills)]
-    return torch.stack([reward_tally(rewards_PNG[is_P], successes_PNG[is_P]) for is_P in parts])
+    masks = [skill_P == skill for skill in range(num_skills)]
+    return torch.stack([reward_tally(rewards_PNG[mask_P], successes_PNG[mask_P]) for mask_P in masks])
 
 
 class CapabilityTracker:
@@ -91,7 +91,7 @@ class CapabilityTracker:
         steps = self._windowed(self._history)
         if not steps:
             return torch.ones(self._num_agents, dtype=torch.float64)
-        # The mean of the steps' means, not of all answers: a step with many unjudged answers weighs as much as another.
+        # The mean of the steps' means (eq. 9), not of all answers: a step with many unjudged answers weighs as others.
         capability_N = torch.stack(steps).nanmean(dim=0)
         unknown_N = capability_N.isnan()
         if unknown_N.all():
@@ -114,18 +114,18 @@ class CapabilityTracker:
     def load_state_dict(self, state: dict[str, list[list[float]]]) -> None:
         """Restores `state_dict()`. Raises ValueError if it has another number of agents.
 
-        A skill that the state does not know has no answer in the window yet.
+        A skill that the state lacks begins with an empty window.
         """
         for step in state["history"]:
             if len(step) != self._num_agents:
                 raise ValueError(f"capability state holds {len(step)} agents, this run has {self._num_agents}")
         self._history.clear()
         self._history.extend(torch.tensor(step, dtype=torch.float64) for step in state["history"])
-        found = [state.get(f"skill/{name}", []) for name in self.skills]
-        num_steps, none = max(map(len, found), default=0), [0.0] * self._num_agents * 3
+        windows = [state.get(f"skill/{name}", []) for name in self.skills]
+        num_steps, zeros = max(map(len, windows), default=0), [0.0] * self._num_agents * 3
         self._by_skill.clear()
         for step in range(num_steps):
-            rows = [steps[step] if steps else none for steps in found]
+            rows = [window[step] if window else zeros for window in windows]
             self._by_skill.append(torch.tensor(rows, dtype=torch.float64).reshape(len(rows), self._num_agents, 3))
 
 

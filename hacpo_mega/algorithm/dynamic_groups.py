@@ -21,9 +21,9 @@ def trained_answers(advantages_PNG: Tensor, learner: int, config: AlgorithmConfi
     else none. A KL to the initial policy is a gradient of its own: the answers that it counts (`kl_on`) are trained.
     """
     has_kl = config.kl_coef > 0.0
-    moves_PNG = advantages_PNG.abs() > ADVANTAGE_TOLERANCE
+    has_signal_PNG = advantages_PNG.abs() > ADVANTAGE_TOLERANCE
     trains_PNG = torch.ones_like(advantages_PNG, dtype=torch.bool)
     if not (has_kl and config.kl_on == "all"):
-        trains_PNG &= moves_PNG
-    trains_PNG[:, learner] = has_kl or moves_PNG[:, learner].any(dim=1, keepdim=True)
+        trains_PNG &= has_signal_PNG
+    trains_PNG[:, learner] = has_kl or has_signal_PNG[:, learner].any(dim=1, keepdim=True)
     return trains_PNG

@@ -27,7 +27,7 @@ class Judged:
     skill_capability_NS   float64, capability on the prompts of a skill: the mean over all answers of the window that
                           capability_N has; NaN without a judged one
     skill_judged_NS       float64, number of judged answers that it is the mean of
-    The fields after `learner` are placeholders where a function that does not read them is tried by hand.
+    The fields after `learner` have defaults, so that a function that does not read them can be tried without them.
     """
 
     rewards_PNG: Tensor

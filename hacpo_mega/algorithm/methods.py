@@ -5,20 +5,20 @@ advantages are in advantage.py; here are those of two later methods, which learn
 
 sgt, success-gated transfer (Mutual RL, arXiv 2605.07244): own answers as in GSPO. If the learner failed all of its own
 answers to a prompt, it imitates the peers' verified ones, each with the weight of an own answer of advantage
-`transfer_weight`. The text calls this a score direction: no ratio, no clip. It leaves open the strength of the pull,
-and the meaning of success with graded rewards: the judge defines it (`reward.success`).
+`transfer_weight`. The paper has neither ratio nor clip there, and calls the gradient a score direction. It leaves open
+the strength of the pull, and the meaning of success with graded rewards, which the judge defines (`reward.success`).
 f_tis, filtered truncated importance sampling (arXiv 2605.22537): all answers are trained on with a truncated weight. An
-answer's baseline is the group of its author ("vertical" in the text, its default), or all agents' answers. Its filter
-depends on the ratio, so it is part of the objective (objective.py).
+answer's baseline is the mean over its author's answers ("vertical" in that paper, its default), or over all agents'.
+The filter depends on the ratio, so it is part of the objective (objective.py).
 
-Both texts are token-level, with GRPO's loss of own answers. `ratio_level = "token"` follows them: own answers as grpo,
+Both papers are token-level, with GRPO's loss of own answers. `ratio_level = "token"` follows them: own answers as grpo,
 others' answers
     sgt      -A mean log-prob, which needs no ratio
     f_tis    -1/|b| sum_t sg[min(r_t, C)] A logprob_t, 0 where A < 0 and sum_t (old_t - logprob_t) > g nats
-C = 2 and g = 50 are what summaries of the paper say; its own text was not at hand. f_tis then needs log-probs of the
+C = 2 and g = 50 are from summaries of the paper, whose text was not available. f_tis then needs log-probs of the
 source's tokens, which exist where all agents have one tokenizer.
 
-Elsewhere: functions of the user's in place of a method's (own_functions.py).
+Elsewhere: functions of the user's in place of a method's (user_functions.py).
 """
 
 from collections.abc import Callable, Mapping
@@ -31,7 +31,7 @@ from torch import Tensor
 from hacpo_mega.algorithm.advantage import checked_rewards, hacpo_advantages, own_advantages
 from hacpo_mega.algorithm.answers import PackedAnswers
 from hacpo_mega.algorithm.judged import Judged
-from hacpo_mega.algorithm.own_functions import named_advantages
+from hacpo_mega.algorithm.user_functions import named_advantages
 from hacpo_mega.config import AlgorithmConfig
 
 
@@ -61,13 +61,13 @@ def advantages_of(judged: Judged, config: AlgorithmConfig) -> Tensor:
     return FUNCTIONS[config.method].advantages(judged, config)
 
 
-def has_own_objective(config: AlgorithmConfig) -> bool:
+def has_autograd_objective(config: AlgorithmConfig) -> bool:
     """True if a function of the user or of the method replaces the kernels' objective (`objective_loss`)."""
     return config.objective is not None or objective_of(config) is not None
 
 
 def objective_of(config: AlgorithmConfig) -> Callable[[PackedAnswers, AlgorithmConfig], Tensor] | None:
-    """The method's objective that replaces the kernels'; None for the kernels', and for a function of the user's."""
+    """The method's own function in place of the kernels' objective; None without one, and for a user's function."""
     if config.objective is not None:
         return None
     functions = FUNCTIONS[config.method]
@@ -75,7 +75,7 @@ def objective_of(config: AlgorithmConfig) -> Callable[[PackedAnswers, AlgorithmC
 
 
 def grouped_advantages(judged: Judged, config: AlgorithmConfig) -> Tensor:
-    """HACPO's advantages, its ablations, and those of methods that compare own answers alone. float64 [P, N, G]."""
+    """Advantages of HACPO, of its ablations, and of methods that compare own answers alone. float64 [P, N, G]."""
     return hacpo_advantages(judged.rewards_PNG, judged.capability_N, judged.learner, config)
 
 
@@ -90,7 +90,7 @@ def sgt_advantages(judged: Judged, config: AlgorithmConfig) -> Tensor:
     is_known_P = ~rewards_PNG[:, learner].isnan().all(dim=1)
     has_failed_P = is_known_P & ~successes_PNG[:, learner].any(dim=1)
     is_followed_PNG = successes_PNG & has_failed_P[:, None, None]
-    # the learner's own answers to a failed prompt are no successes, so this names peers' answers alone
+    # The learner's own answers to a failed prompt are no successes, so these are peers' answers alone.
     return own_advantages(rewards_PNG, learner, config) + config.transfer_weight * is_followed_PNG.double()
 
 
@@ -108,12 +108,12 @@ def f_tis_advantages(judged: Judged, config: AlgorithmConfig) -> Tensor:
 
 def clipped_by_token(answers: PackedAnswers, config: AlgorithmConfig) -> Tensor:
     """GRPO's loss: -1/|b| sum_t min(r_t A, clip(r_t, 1 - eps_low, 1 + eps_high) A), float64 [B], for own answers."""
-    ratio_R, advantage_R = known_ratios(answers, config), answers.by_token(answers.advantage_B)
+    ratio_R, advantage_R = token_ratios(answers, config), answers.by_token(answers.advantage_B)
     clipped_R = ratio_R.clamp(1.0 - config.eps_low, 1.0 + config.eps_high)
     return answers.mean(-torch.minimum(ratio_R * advantage_R, clipped_R * advantage_R))
 
 
-def known_ratios(answers: PackedAnswers, config: AlgorithmConfig) -> Tensor:
+def token_ratios(answers: PackedAnswers, config: AlgorithmConfig) -> Tensor:
     """r_t of each token [R], its log within log_ratio_clamp; 1 where there is no old log-prob."""
     difference_R = (answers.logprob_R - answers.old_logprob_R).nan_to_num()
     return difference_R.clamp(-config.log_ratio_clamp, config.log_ratio_clamp).exp()

@@ -17,7 +17,7 @@ from hacpo_mega.models.files.weight_files import tower_tensors
 from hacpo_mega.models.sharding.lora import adapter_numbers
 from hacpo_mega.models.sharding.segments import all_sources
 
-# Main weight and both moments in float32, and the index.
+# Main weight and both moments in float32; a byte more for the index.
 CHECKPOINT_BYTES_PER_PARAMETER = 13
 EXPORT_BYTES_PER_PARAMETER = 4  # float32; bf16 has half
 # A token's id and log-prob, in answers that are ready for the next step (rollout/ready_answers.py).
@@ -38,18 +38,15 @@ def num_trained(agent: AgentConfig) -> int:
 
 
 def checkpoint_bytes(config: Config) -> int:
-    """Bytes of the next checkpoint: those of the newest one, else by the number of parameters.
+    """Bytes of the next checkpoint: those of the newest one, else estimated from the number of parameters.
 
-    With rollout.one_step_off there are answers to the next step in it: at first all as long as they may be.
+    With rollout.one_step_off it has answers to the next step, too; the estimate takes them to be as long as allowed.
     """
-    steps = committed_steps(config.run_dir)
-    if steps:
+    if steps := committed_steps(config.run_dir):
         newest = folder_of(config.run_dir, steps[-1])
         return sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
-    ready = 0
-    if config.mode.one_step_off:
-        answers = config.training.prompts_per_step * config.answers_per_prompt * len(config.agents)
-        ready = answers * config.longest_rollout * BYTES_PER_READY_TOKEN
+    num_answers = config.training.prompts_per_step * config.answers_per_prompt * len(config.agents)
+    ready = num_answers * config.longest_rollout * BYTES_PER_READY_TOKEN if config.mode.one_step_off else 0
     return ready + CHECKPOINT_BYTES_PER_PARAMETER * sum(map(num_trained, config.agents))
 
 
@@ -77,19 +74,18 @@ def require_room(config: Config, *, fresh: bool = False) -> None:
 
     At its peak a run has one checkpoint more than it keeps; existing ones count, unless the run begins `fresh`.
     """
-    when = config.checkpoint
-    if not (when.every_steps or when.every_minutes):
+    if not (config.checkpoint.every_steps or config.checkpoint.every_minutes):
         return
     each, export = checkpoint_bytes(config), export_bytes(config)
-    there = 0 if fresh else len(committed_steps(config.run_dir))
-    number = max(1, when.keep_last + 1 - there)
+    existing = 0 if fresh else len(committed_steps(config.run_dir))
+    number = max(1, config.checkpoint.keep_last + 1 - existing)
     try:
         require_bytes(number * each + export, config.run_dir)
-    except OSError as short:
+    except OSError as error:
         raise ValueError(
-            f"run_dir: {short}: {number} checkpoints (checkpoint.keep_last + 1, less those that are there) of {each:,} "
+            f"run_dir: {error}: {number} checkpoints (checkpoint.keep_last + 1, less those that are there) of {each:,} "
             f"and {export:,} for the exported models. Make room, give another run_dir or a smaller checkpoint.keep_last"
-        ) from short
+        ) from error
 
 
 def probe(folder: Path, name: str) -> None:

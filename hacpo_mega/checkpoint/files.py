@@ -1,13 +1,13 @@
 """A checkpoint on disk: one folder per step for all agents together, whole or not at all.
 
-    checkpoints/step_000012/step.json      what belongs to the run: capability, counts, configuration; size and
-                                           SHA-256 of every file below
+    checkpoints/step_000012/step.json      the run's own state: capability, counts, configuration; size and SHA-256
+                                           of every file below
     checkpoints/step_000012/<agent>/       main weights and moments of Adam (megatron/checkpoint/sharded_state.py)
-    checkpoints/step_000012.writing/       the same before its commit, which is the one rename that takes `.writing` off
+    checkpoints/step_000012.writing/       the same before its commit, which is one rename
     checkpoints/step_000012.removing/      the same while it is being removed
 
-So a folder whose name is only `step_` and a number has been written and synced by every rank of every agent. The other
-two are never read; the next start of the run removes them.
+So a folder whose name is only `step_` and a number has been written and synced by every rank of every agent. Folders of
+the other two names are never read; the next start of the run removes them.
 Elsewhere: who writes and when (joint_checkpoint.py). Imports no torch, so that a wrong start is refused at once.
 """
 
@@ -34,9 +34,9 @@ from hacpo_mega.models.files.weight_files import weights_fingerprint
 
 FORMAT = 2
 RECORD = "step.json"
-# Keys that set the held-out prompts and their rewards, but for some below them.
-MEASURE = ("evaluation", "reward", "data.generator", "data.skills")
-UNMEASURED = ("evaluation.every_steps", "reward.success")
+# Keys that set the held-out prompts and their rewards, and keys below them that do not.
+HELD_OUT_KEYS = ("evaluation", "reward", "data.generator", "data.skills")
+OTHER_KEYS = ("evaluation.every_steps", "reward.success")
 COMMITTED = re.compile(r"step_(\d{6,})")
 WRITING, REMOVING = ".writing", ".removing"
 
@@ -45,8 +45,9 @@ WRITING, REMOVING = ".writing", ".removing"
 class AgentState:
     """State of an agent that is not in its own files.
 
-    dtype         the type of its model's weights, which are the stored ones rounded to it: "bfloat16"
-    num_skipped   of its last updates, how many in a row were skipped
+    num_updates   updates so far, skipped ones included, and num_applied those that were applied
+    dtype         type of its model's weights, such as "bfloat16"; they are the stored float32 ones, rounded
+    num_skipped   skipped updates in a row up to this step
     alarms        StepReport's state, of the leader of every cell
     """
 
@@ -103,7 +104,7 @@ class Checkpoint:
             raise ValueError(f"{file} is damaged: it is not what was written (SHA-256 differs)")
         try:
             for agent in state["agents"].values():
-                agent.pop("band", None)  # older versions have one
+                agent.pop("band", None)  # older versions wrote it
             agents = {name: AgentState(**agent) for name, agent in state.pop("agents").items()}
             files = {path: FileState(**state_of) for path, state_of in state.pop("files").items()}
             return cls(folder=folder, agents=agents, files=files, **state)
@@ -115,7 +116,7 @@ class Checkpoint:
         state = {key: value for key, value in asdict(self).items() if key != "folder"}
         return json.dumps({"format": FORMAT, "sha256": _digest(state), "state": state}, indent=1)
 
-    def misshapen(self) -> Iterator[str]:
+    def size_problems(self) -> Iterator[str]:
         """A line for every file that is missing or has another size; reads none of them."""
         for path, expected in self.files.items():
             file = self.folder / path
@@ -127,18 +128,18 @@ class Checkpoint:
             except OSError as error:
                 yield _unreadable(file, error)
 
-    def altered(self, share: slice = slice(None), of: str = "") -> Iterator[str]:
-        """A line for every file with bytes other than those written; reads a share of all, or of an agent's."""
-        for path, expected in self.files_of(of)[share]:
+    def content_problems(self, share: slice = slice(None), agent: str = "") -> Iterator[str]:
+        """A line for every file with bytes other than those written; reads a share of `files_of(agent)`."""
+        for path, expected in self.files_of(agent)[share]:
             try:
                 if file_sha256(self.folder / path) != expected.sha256:
                     yield f"{self.folder / path} is damaged: it is not what was written (SHA-256 differs)"
-            except OSError as error:  # a bad block, say
+            except OSError as error:  # such as a bad block
                 yield _unreadable(self.folder / path, error)
 
     def files_of(self, agent: str) -> list[tuple[str, FileState]]:
-        """The files of an agent, by their paths; of "" all."""
-        return [found for found in self.files.items() if not agent or found[0].startswith(f"{agent}/")]
+        """The files of an agent, with their paths; "": of all agents."""
+        return [(path, file) for path, file in self.files.items() if not agent or path.startswith(f"{agent}/")]
 
 
 def _unreadable(file: Path, error: OSError) -> str:
@@ -167,19 +168,19 @@ def committed_steps(run_dir: Path) -> list[int]:
 
 
 def _newest_in(run_dir: Path) -> str:
-    """The end of a line on a run folder that was given in place of one of its steps."""
+    """Hint at the newest step of `run_dir`, for an error about a run folder in place of a step; "" without one."""
     steps = committed_steps(run_dir)
     return f". Nearest: {folder_of(run_dir, steps[-1])}" if steps else ""
 
 
 def require_own_step(folder: Path) -> None:
-    """ValueError, one line, for RUN/checkpoints/step_N from which a link leads out of RUN; elsewhere, out of itself."""
-    named = Path(os.path.abspath(folder))
-    require_inside(named.parent.parent if named.parent.name == "checkpoints" else folder, folder)
+    """ValueError, one line, for a step with a link that leads out of its run; out of itself, if it is in no run."""
+    path = Path(os.path.abspath(folder))
+    require_inside(path.parent.parent if path.parent.name == "checkpoints" else folder, folder)
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """A committed step with all its files at their size. ValueError names the first missing one."""
+    """A committed step. ValueError if it is none, or names the first file that is missing or has another size."""
     if folder.name.endswith((WRITING, REMOVING)):
         raise ValueError(f"{folder} is no checkpoint: it is half written, or half removed; give a folder step_N")
     try:
@@ -196,53 +197,53 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     found = Checkpoint.parse(folder, text)
     if (named := COMMITTED.fullmatch(folder.name)) and int(named[1]) != found.step:
         raise ValueError(f"{folder} is step {found.step} by its {RECORD}: a copy, or renamed")
-    for problem in found.misshapen():
+    for problem in found.size_problems():
         raise ValueError(problem)
     return found
 
 
 def latest_checkpoint(
-    run_dir: Path, *, last_whole: bool = False, but: Collection[int] = frozenset()
+    run_dir: Path, *, last_whole: bool = False, damaged: Collection[int] = frozenset()
 ) -> Checkpoint | None:
     """The newest committed step, None without one. ValueError, which offers an older step, when it cannot be read.
 
-    With `last_whole` the newest readable one outside of `but`; ValueError only when none is left.
+    With `last_whole` the newest readable one that is not in `damaged`; ValueError only when none is left.
     """
-    steps = [step for step in committed_steps(run_dir) if step not in but]
+    steps = [step for step in committed_steps(run_dir) if step not in damaged]
     for step in reversed(steps):
         try:
             return read_checkpoint(folder_of(run_dir, step))
         except ValueError as error:
             if not last_whole:
                 raise ValueError(f"{error}. {older_step_offered(run_dir, step)}") from error
-    if steps or but:
+    if steps or damaged:
         raise ValueError(f"{run_dir}/checkpoints has no step that is whole: start anew with --fresh")
     return None
 
 
-def set_aside(run_dir: Path, after: int, known: Mapping[int, str]) -> Iterator[str]:
-    """Renames the committed steps after one, which are damaged, and yields a line for each.
+def set_aside(run_dir: Path, after: int, damaged: Mapping[int, str]) -> Iterator[str]:
+    """Renames the committed steps after step `after`, which are all damaged, and yields a line for each.
 
-    `known` are problems already found in some; reading the others shows theirs.
+    `damaged` has the problems of those with changed bytes; reading the others shows theirs.
     """
     for step in [step for step in committed_steps(run_dir) if step > after]:
-        folder, why = folder_of(run_dir, step), known.get(step)
+        folder, problem = folder_of(run_dir, step), damaged.get(step)
         try:
             read_checkpoint(folder)
         except ValueError as error:
-            why = str(error)
+            problem = str(error)
         number, aside = 0, folder.with_name(f"damaged_{folder.name}")
         while os.path.lexists(aside):
             number, aside = number + 1, folder.with_name(f"damaged_{folder.name}.{number + 1}")
         folder.rename(aside)
-        yield f"{why}; moved to {aside}"
+        yield f"{problem}; moved to {aside}"
 
 
 def older_step_offered(run_dir: Path, step: int) -> str:
-    """The older step to offer if one cannot be read: the newest before it whose every byte is as it was written."""
+    """Sentence that offers the newest step before a damaged one whose every byte is as it was written."""
     for older in reversed([older for older in committed_steps(run_dir) if older < step]):
         try:
-            if not list(read_checkpoint(folder_of(run_dir, older)).altered()):
+            if not list(read_checkpoint(folder_of(run_dir, older)).content_problems()):
                 move = f"move {folder_of(run_dir, step)} away to go on from there"
                 return f"Step {older} is whole: {move}, or give --last-whole"
         except ValueError:
@@ -253,10 +254,10 @@ def older_step_offered(run_dir: Path, step: int) -> str:
 class StartOptions(TypedDict, total=False):
     """The user's choice of where a run begins.
 
-    fresh         whether what lies in run_dir is left alone
+    fresh         begins a new run, for which the content of run_dir is moved aside
     accept        keys of the configuration that may differ from the run's
-    branch        a committed step of any run, to begin with where run_dir has none; of another one, if `fresh`
-    last_whole    whether damaged steps of run_dir are passed over
+    branch        committed step of any run to begin with if run_dir has none; with `fresh`, of another run_dir
+    last_whole    passes over damaged steps of run_dir
     """
 
     fresh: bool
@@ -265,19 +266,22 @@ class StartOptions(TypedDict, total=False):
     last_whole: bool
 
 
-def find_start(config: Config, *, but: Collection[int] = frozenset(), **how: Unpack[StartOptions]) -> Checkpoint | None:
+def find_start(
+    config: Config, *, damaged: Collection[int] = frozenset(), **options: Unpack[StartOptions]
+) -> Checkpoint | None:
     """The step that a run goes on from, None for a new run. Moves nothing.
 
-    `but` are steps known to be damaged. ValueError, one line per problem, if that step cannot be read, the
-    configuration is not the run's, or the content of run_dir could not be moved out of a new run's way.
+    `damaged` are steps to pass over. ValueError, one line per problem, if the step cannot be read, the configuration is
+    not the run's, or the content of run_dir could not be moved out of a new run's way.
     """
-    fresh, branch, accepted = how.get("fresh", False), how.get("branch"), how.get("accept", ())
+    fresh, branch, accepted = options.get("fresh", False), options.get("branch"), options.get("accept", ())
     if fresh and branch is not None and branch.resolve().is_relative_to(config.run_dir.resolve()):
         raise ValueError(
             f"--from {branch} is of {config.run_dir}, which --fresh moves aside: give the branch another run_dir, or "
             "leave --fresh out and move the later steps away"
         )
-    found = None if fresh else latest_checkpoint(config.run_dir, last_whole=how.get("last_whole", False), but=but)
+    last_whole = options.get("last_whole", False)
+    found = None if fresh else latest_checkpoint(config.run_dir, last_whole=last_whole, damaged=damaged)
     if found is None:
         require_displaceable(config.run_dir)
         if branch is None:
@@ -287,16 +291,15 @@ def find_start(config: Config, *, but: Collection[int] = frozenset(), **how: Unp
         found = read_checkpoint(branch)
     found = replace(found, config=completed(found.config))
     _require_known(accepted, config, found.config)
-    now = plain(with_times_of(config, found.config))
-    changed = changes(found.config, now)
+    changed = changes(found.config, plain(with_times_of(config, found.config)))
     if lines := list(refusals(changed, accepted)):
         back = undoing_overrides(changed, accepted)
         raise ValueError("\n".join([f"{found.folder} is of another configuration:", *lines, *back]))
     digests = model_digests(config)
     for agent in config.agents:
         if digests.get(agent.name) not in (None, found.models.get(agent.name)):
-            what = f"the config.json{' or a weight' if agent.lora else ''} of agents.{agent.name}.model"
-            raise ValueError(f"{found.folder} is of another model: {what} is not what it was")
+            files = f"the config.json{' or a weight' if agent.lora else ''} of agents.{agent.name}.model"
+            raise ValueError(f"{found.folder} is of another model: {files} is not what it was")
     if found.step > config.num_steps:
         raise ValueError(
             f"{found.folder} has {found.step} steps done, num_steps is {config.num_steps}: give more, or --fresh"
@@ -320,8 +323,8 @@ def model_digests(config: Config) -> dict[str, str]:
 
     An agent with LoRA, whose checkpoints hold its adapters alone, has a fingerprint of config.json and the weights.
     """
-    there = [agent for agent in config.agents if (agent.model / "config.json").is_file()]
-    return {agent.name: _digest_of(agent) for agent in there}
+    with_folder = [agent for agent in config.agents if (agent.model / "config.json").is_file()]
+    return {agent.name: _digest_of(agent) for agent in with_folder}
 
 
 def _digest_of(agent: AgentConfig) -> str:
@@ -350,10 +353,10 @@ def sync(path: Path) -> None:
 def remove_old(run_dir: Path, *, keep_last: int, keep_every: int, keep_best: bool) -> list[str]:
     """Removes all but the `keep_last` newest committed steps, the multiples of `keep_every`, and the best one.
 
-    Returns a line for every folder of which something stays, also from an earlier call; none blocks the others. The
-    best step is read from the steps themselves, so a job that dies before this call has forgotten nothing.
+    Returns a line for every folder of which something could not be removed, now or in an earlier call; none blocks the
+    others. The best step is read from the steps themselves, so a job that dies before this call has forgotten nothing.
     """
-    steps, stay = committed_steps(run_dir), _remove_named(run_dir, REMOVING)
+    steps, unremoved = committed_steps(run_dir), _remove_named(run_dir, REMOVING)
     best = best_step(run_dir, steps) if keep_best else None
     for step in steps[:-keep_last]:
         if step == best or (keep_every and step % keep_every == 0):
@@ -364,10 +367,10 @@ def remove_old(run_dir: Path, *, keep_last: int, keep_every: int, keep_best: boo
         try:
             folder.rename(removing)
         except OSError as error:
-            stay.append(_not_removed(folder, error))
+            unremoved.append(_not_removed(folder, error))
         else:
-            stay += _remove(removing)
-    return stay
+            unremoved += _remove(removing)
+    return unremoved
 
 
 def best_step(run_dir: Path, steps: Sequence[int]) -> int | None:
@@ -381,22 +384,23 @@ def best_step(run_dir: Path, steps: Sequence[int]) -> int | None:
         with suppress(ValueError, OSError):  # a damaged one is no candidate
             record = Checkpoint.parse(folder, (folder / RECORD).read_text(encoding="utf-8"))
             if record.accuracy is not None:
-                evaluated.append((record.accuracy, step, _measure_of(record)))
-    return max(((accuracy, step) for accuracy, step, of in evaluated if of == evaluated[-1][2]), default=(0.0, None))[1]
+                evaluated.append((record.accuracy, step, _held_out_set(record)))
+    comparable = [(accuracy, step) for accuracy, step, held_out in evaluated if held_out == evaluated[-1][2]]
+    return max(comparable, default=(0.0, None))[1]
 
 
-def _measure_of(record: Checkpoint) -> tuple[dict[str, Any], dict[str, str] | None]:
-    """Keys that set the prompts and rewards whose mean `accuracy` is, and the digests of the prompts' files."""
-    measure = {
+def _held_out_set(record: Checkpoint) -> tuple[dict[str, Any], dict[str, str] | None]:
+    """Keys that set the prompts and rewards behind `accuracy`, and the digests of the prompts' files."""
+    table = {
         key: value
         for key, value in flat(completed(record.config))
-        if any(covers(one, key) for one in MEASURE) and key not in UNMEASURED and effect_of(key) == "results"
+        if any(covers(one, key) for one in HELD_OUT_KEYS) and key not in OTHER_KEYS and effect_of(key) == "results"
     }
-    return measure, record.inputs.get("evaluation.files")
+    return table, record.inputs.get("evaluation.files")
 
 
 def remove_unfinished(run_dir: Path) -> list[str]:
-    """Removes what a killed run was writing or removing; returns a line for every folder of which something stays."""
+    """Removes what a killed run was writing or removing; returns a line for every folder that is not gone."""
     return _remove_named(run_dir, WRITING, REMOVING)
 
 
@@ -406,7 +410,7 @@ def _remove_named(run_dir: Path, *endings: str) -> list[str]:
 
 
 def _remove(folder: Path) -> list[str]:
-    """Removes as much of a folder as the disk lets go: of a file that somebody reads, NFS keeps another name there."""
+    """Removes as much of a folder as possible; a line if it is not gone. NFS keeps a file that is open in it."""
     try:
         shutil.rmtree(folder)
     except OSError as error:

@@ -59,12 +59,11 @@ class StoredAgent:
 
     def require_unaltered(self, share: slice = slice(None)) -> None:
         """Reads a share of its files. ValueError for one with bytes other than those written."""
-        for problem in self.checkpoint.altered(share, self.agent.name):
+        for problem in self.checkpoint.content_problems(share, self.agent.name):
             raise ValueError(problem)
 
     def require_own_model(self) -> None:
-        """ValueError where a link leads out of the model folder that the step names: its target would be shown and
-        exported."""
+        """ValueError for a link out of the model folder that the step names: its target would be shown and exported."""
         require_own_model(self.agent.model, Path(os.path.realpath(self.checkpoint.folder)).parent.parent)
 
     @contextmanager
@@ -77,12 +76,12 @@ class StoredAgent:
                 raise
             raise ValueError(
                 f"{self.checkpoint.folder} was removed while it was read: its run keeps checkpoint.keep_last steps. "
-                f"{_others(self.checkpoint.folder)}"
+                f"{_other_steps(self.checkpoint.folder)}"
             ) from error
 
 
 def stored_agent(folder: Path, name: str | None) -> StoredAgent:
-    """The agent `name` of a committed step, which may be None when there is one; reads none of its state.
+    """The agent `name` of a committed step, which may be None if the run has one agent; reads none of its state.
 
     ValueError, one line, when the folder is no committed step or not whole, for an unknown agent, and when the model
     folder is gone or another one.
@@ -91,16 +90,16 @@ def stored_agent(folder: Path, name: str | None) -> StoredAgent:
     try:
         found = read_checkpoint(folder)
     except ValueError as error:
-        raise ValueError(f"{error}. {_others(folder)}") from error
+        raise ValueError(f"{error}. {_other_steps(folder)}") from error
     config = config_of_table(found.config, folder / RECORD)
     agent = chosen_agent(config, name, folder)
     digest = model_digests(config).get(agent.name)
     if digest != found.models[agent.name]:
-        what = "is not there" if digest is None else "is not what it was"
-        of = "config.json or a weight" if agent.lora else "config.json"
+        problem = "is not there" if digest is None else "is not what it was"
+        files = "config.json or a weight" if agent.lora else "config.json"
         raise ValueError(
             f"{folder} has the weights of {agent.name}, {agent.model} the architecture and the tokenizer, but its "
-            f"{of} {what}: put it back (a relative path is looked for from the current folder)"
+            f"{files} {problem}: put it back (a relative path is looked for from the current folder)"
         )
     return StoredAgent(found, config, agent)
 
@@ -123,7 +122,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def chosen_agent(config: Config, name: str | None, where: Path) -> AgentConfig:
-    """The table of an agent; `name` may be None when there is one. ValueError, naming them all, for any other."""
+    """The table of an agent; `name` may be None if there is one agent. ValueError, naming them all, for any other."""
     names = [agent.name for agent in config.agents]
     if name is None and len(names) > 1:
         raise ValueError(f"{where} trained {', '.join(names)}: say which one with --agent")
@@ -132,8 +131,8 @@ def chosen_agent(config: Config, name: str | None, where: Path) -> AgentConfig:
     return config.agents[0 if name is None else names.index(name)]
 
 
-def _others(folder: Path) -> str:
-    """Other agents of the run, for a user who asked in vain for `folder`."""
+def _other_steps(folder: Path) -> str:
+    """Sentence on the other steps of the run, for an error about `folder`."""
     folder = folder.resolve()
     run_dir = folder.parent.parent
     others = [str(step) for step in committed_steps(run_dir) if folder_of(run_dir, step) != folder]

@@ -23,7 +23,7 @@ from hacpo_mega.conversations.tool_calls import Message
 from hacpo_mega.conversations.turn_format import TurnFormat
 from hacpo_mega.records import HISTORY, Completion, Conversation, History, Prompt, Stop, Turn
 from hacpo_mega.rollout.vllm.engine_loop import TurnRequest
-from hacpo_mega.samples.tokenizers import TextCodec, opened
+from hacpo_mega.samples.tokenizers import TextCodec, with_opening
 
 Trouble = Literal["", "too_long", "unencodable", "full"]
 
@@ -215,7 +215,7 @@ class Seat:
 
     def _rewritten_prompt(self, continuation: Sequence[int], history: list[Message]) -> list[int] | None:
         """The whole history as the template writes it; None where that is what the agent reads anyway."""
-        codec, task = self._context.codec, opened(self.prompt.text, self._opening)
+        codec, task = self._context.codec, with_opening(self.prompt.text, self._opening)
         messages = [*codec.prompting.messages(task), *history]
         return self._context.format.rewritten([*self._before, *continuation], messages, tools_of(task))
 

@@ -42,7 +42,7 @@ from hacpo_mega.conversations.tool_calls import (
 )
 from hacpo_mega.models.files.answer_ends import ANSWER, NEXT, QUESTION
 from hacpo_mega.samples.ordinary_text import OrdinaryText
-from hacpo_mega.samples.tokenizers import TextCodec, opened
+from hacpo_mega.samples.tokenizers import TextCodec, with_opening
 
 # In a plain format: the first sign of a tool call, and separators that may stand behind a text of others. The format
 # uses the first separator that the vocabulary writes as one token. The quickstart's prompts end with "=", too.
@@ -88,7 +88,7 @@ class TurnFormat(abc.ABC):
         """
         if not messages:
             return list(self._codec.encode_prompt(task, opening))
-        return self.opening([*self._codec.prompting.messages(opened(task, opening)), *messages], tools_of(task))
+        return self.opening([*self._codec.prompting.messages(with_opening(task, opening)), *messages], tools_of(task))
 
     def text_of_others(self, messages: Sequence[Message]) -> str:
         """Text of a prompt behind the task, for an agent to which others have spoken before its first turn."""

@@ -32,7 +32,7 @@ from hacpo_mega.cluster.patches import apply_patches
 from hacpo_mega.config import DataParallelConfig, OptimizerConfig
 from hacpo_mega.megatron.checkpoint.sharded_state import load_state, not_finite, read_main_weights, save_state
 from hacpo_mega.megatron.model.context_parallel import own_rows, own_tokens, sum_rows
-from hacpo_mega.megatron.model.installed import VERSION
+from hacpo_mega.megatron.model.installed import TE_VERSION
 from hacpo_mega.megatron.model.model import HiddenStateModel, build_model, lm_head_weight, unwrapped, vocab_start
 from hacpo_mega.megatron.model.platform import megatron_platform, one_group_for_equal_ranks
 from hacpo_mega.megatron.model.te_layers import chosen_transformer
@@ -50,7 +50,7 @@ from hacpo_mega.megatron.train.schedule import (
     forward_only,
     object_from_last_stage,
     on_device,
-    places,
+    sequence_indices,
     sum_over_cells,
     tensor_from_last_stage,
     update_stats,
@@ -141,7 +141,7 @@ class Actor:
             self.architecture,
             dtype=self.dtype,
             on_cuda=cuda,
-            version=VERSION,
+            version=TE_VERSION,
         )
         # With cp, rows must be in rising order; TransformerEngine and delta nets cannot share prompts.
         can_share = layout.cp == 1 and self.transformer == "local" and self.architecture.delta_net is None
@@ -195,7 +195,7 @@ class Actor:
             length_B = batch.row_cu_seqlens_B.diff()
             mean_B = mean_logprobs(logprob_R, batch.row_cu_seqlens_B)
             parts = logprob_R.cpu().split(length_B.tolist())
-            for place, mean, part in zip(places(sequences, batch), mean_B.tolist(), parts, strict=True):
+            for place, mean, part in zip(sequence_indices(sequences, batch), mean_B.tolist(), parts, strict=True):
                 scores[place] = Score(mean, part.numpy())
         return scores
 

@@ -9,7 +9,7 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import attention
 
 from hacpo_mega.cluster.patches import Patch
-from hacpo_mega.megatron.model.linear import GradientKernel, multiplying
+from hacpo_mega.megatron.model.linear import GradientKernel, with_own_products
 from hacpo_mega.megatron.model.rope import rotate
 from hacpo_mega.megatron.train.shard_exchange import gather_shards, sum_into_shard
 
@@ -21,8 +21,8 @@ MEGATRON = (
     Patch(attention, "apply_rotary_pos_emb", rotate, "cosines and sines once a micro-batch, not twice in every layer"),
     Patch(layers, "fused_weight_gradient_mlp_cuda", GradientKernel, _FUSION),
     Patch(layers, "_grad_accum_fusion_available", True, _FUSION),
-    Patch(layers, "LinearWithGradAccumulationAndAsyncCommunication", multiplying, _PRODUCTS, wraps=True),
-    Patch(layers, "LinearWithFrozenWeight", multiplying, _PRODUCTS, wraps=True),
+    Patch(layers, "LinearWithGradAccumulationAndAsyncCommunication", with_own_products, _PRODUCTS, wraps=True),
+    Patch(layers, "LinearWithFrozenWeight", with_own_products, _PRODUCTS, wraps=True),
     Patch(param_and_grad_buffer, "dist_reduce_scatter_func", sum_into_shard, _SHARDS),
     Patch(param_and_grad_buffer, "dist_all_gather_func", gather_shards, _SHARDS),
 )

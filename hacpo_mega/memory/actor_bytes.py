@@ -1,11 +1,11 @@
 """Bytes that an actor holds on one device: a formula from the architecture and the layout. Imports no torch.
 
-Every term is something that the code keeps: docs/design/memory.md names for each of them where it is allocated, and
-tests/unit/memory/test_memory_trace.py holds the sums to the real model (support/memory_trace.py). Letters are those
-of arXiv 2205.05198: T tokens of a micro-batch, of which a rank of cp has t = T / cp and each of its tensor ranks S = t
-/ tp between layers; h hidden size, q and k query and key/value heads of a tensor rank, d head size, f feed-forward
-columns and v vocabulary rows of a rank. Elsewhere: the engine, and which of these are there at the same time
-(budget.py), and the kernels of the log-probs themselves (kernels/hacpo_kernels).
+Every term is a tensor that the code keeps: docs/design/memory.md names where each is allocated, and
+tests/unit/memory/test_memory_trace.py compares the sums with the real model (support/memory_trace.py). Letters are
+those of arXiv 2205.05198: T tokens of a micro-batch, of which a rank of cp has t = T / cp and each of its tensor ranks
+S = t / tp between layers; h hidden size, q and k query and key/value heads of a tensor rank, d head size, f
+feed-forward columns and v vocabulary rows of a rank. Elsewhere: the engine, and the parts that are on the device at the
+same time (budget.py), and the kernels of the log-probs themselves (kernels/hacpo_kernels).
 """
 
 import math
@@ -24,21 +24,21 @@ from hacpo_mega.models.sharding.segments import padded_vocab_size
 Recompute = Literal["none", "mlp", "full"]
 FLOAT32 = 4
 # Largest heads of flash attention (megatron/model/layers.py).
-MOST_OF_FLASH = 256
+MAX_FLASH_HEAD = 256
 
 
 @dataclass(frozen=True)
 class Device:
     """Properties of a device kind that show in bytes.
 
-    number           bytes of a weight and of an activation; with 2, Adam works on float32 copies of the weights
+    itemsize         bytes of a weight and of an activation; with 2, Adam works on float32 copies of the weights
     flash_attention  attention reads what is packed; else it pads queries, keys and values, and keeps both
     whole_heads      attention without flash pads keys and values for each query head
     triton_head      the head's backward takes large chunks of logits in the weights' type; else small ones in float32
     engine_sleeps    the engine gives its memory back while the actor works
     """
 
-    number: int
+    itemsize: int
     flash_attention: bool
     whole_heads: bool
     triton_head: bool
@@ -47,11 +47,11 @@ class Device:
     @property
     def mixed(self) -> bool:
         """True if weights are kept in half precision and in float32."""
-        return self.number < FLOAT32
+        return self.itemsize < FLOAT32
 
 
-CUDA = Device(number=2, flash_attention=True, whole_heads=True, triton_head=True, engine_sleeps=True)
-CPU = Device(number=4, flash_attention=False, whole_heads=False, triton_head=False, engine_sleeps=False)
+CUDA = Device(itemsize=2, flash_attention=True, whole_heads=True, triton_head=True, engine_sleeps=True)
+CPU = Device(itemsize=4, flash_attention=False, whole_heads=False, triton_head=False, engine_sleeps=False)
 
 
 def device_of(dtype: str | None, *, on_cpu: bool) -> Device:
@@ -60,18 +60,18 @@ def device_of(dtype: str | None, *, on_cpu: bool) -> Device:
     if dtype is None:
         return device
     mixed = dtype != "float32"
-    return replace(device, number=2 if mixed else FLOAT32, flash_attention=device.flash_attention and mixed)
+    return replace(device, itemsize=2 if mixed else FLOAT32, flash_attention=device.flash_attention and mixed)
 
 
 @dataclass(frozen=True)
 class ActorPlan:
     """One agent's actor: its model, layout, cells (dp) and micro-batches of at most `num_tokens`.
 
-    diagnoses   own gradients are compared with others' now and then: a copy
+    diagnoses   own gradients are compared with others', which needs a copy
     offloads    main weights and moments are in host memory while the engine is awake
-    shares      all of it is in host memory but in its agent's turns on devices that it shares
-    lora        its adapters, trained in place of the weights; None: these
-    replayed    tokens whose routing is replayed: of a cell's longest answers and prompts of a step; 0: none
+    shares      agents take turns on the device: outside its turns the whole actor is in host memory
+    lora        its adapters, trained in place of the weights; None: the weights are trained
+    replayed    tokens whose routing is replayed, at most, in a step's answers and prompts of a cell; 0: none
     """
 
     architecture: Architecture
@@ -106,8 +106,8 @@ class ActorPlan:
 class ActorMemory:
     """Bytes of one pipeline stage on one device.
 
-    moments         Adam's; they are there from the first update on
-    gather_buffer   Megatron's for gathering over tensor parallelism, from the first forward on; of no frozen matrix
+    moments         Adam's, from the first update on
+    gather_buffer   Megatron's for gathering over tensor parallelism, from the first forward on; 0 for frozen weights
     kept            activations that are kept for backward, of all micro-batches in flight
     working         what backward takes on top of them where it takes the most
     forward         what scoring takes, which keeps nothing
@@ -140,10 +140,10 @@ def actor_memory(plan: ActorPlan, stage: int = 0) -> ActorMemory:
     routing = replayed_bytes(plan.architecture, plan.own_tokens // plan.layout.tp, with_experts) if plan.replayed else 0
     worst = max(layer.experts.worst for chunk in chunks for layer, _ in chunk)
     is_last, device = stage == plan.layout.pp - 1, plan.device
-    of_head = plan.architecture, plan.layout.tp, plan.own_tokens, device.number
+    of_head = plan.architecture, plan.layout.tp, plan.own_tokens, device.itemsize
     head = head_bytes(*of_head, triton=device.triton_head, learns=plan.lora is None) if is_last else 0
     return ActorMemory(
-        weights=(held if plan.lora is None else held + numbers) * plan.device.number,
+        weights=(held if plan.lora is None else held + numbers) * plan.device.itemsize,
         gradients=numbers * FLOAT32,
         main_weights=share * FLOAT32 if plan.device.mixed else 0,
         moments=share * 2 * FLOAT32,
@@ -196,18 +196,18 @@ class _Layer:
 
     @classmethod
     def of(cls, plan: ActorPlan) -> "_Layer":
-        a, tp, tokens, number = plan.architecture, plan.layout.tp, plan.own_tokens, plan.device.number
+        a, tp, tokens, itemsize = plan.architecture, plan.layout.tp, plan.own_tokens, plan.device.itemsize
         columns = (a.shared_ffn if a.has_experts else a.ffn_size) // tp
-        residual, ffn = tokens // tp * a.hidden_size * number, tokens * columns * number
+        residual, ffn = tokens // tp * a.hidden_size * itemsize, tokens * columns * itemsize
         norm = residual + tokens // tp * FLOAT32
-        experts = expert_bytes(a, plan.layout, tokens, number, plan.lora)
+        experts = expert_bytes(a, plan.layout, tokens, itemsize, plan.lora)
         # The norm before is part of the block there, which has five. A gather reads what one gives, and keeps nothing;
         # the router's, but a frozen one's, and the feed-forward's keep their output, both behind these their input.
         beside = a.has_experts and a.traits.experts.beside
         keeps = plan.lora is None or is_adapted(a, plan.lora, "mlp.linear_fc2", "mlp.shared.linear_fc2")
         return cls(
             residual=residual,
-            gathered=tokens * a.hidden_size * number,
+            gathered=tokens * a.hidden_size * itemsize,
             norm=norm,
             attention=norm + _attention(plan) + _factors(plan, "self_attention"),
             ffn=ffn,
@@ -217,7 +217,7 @@ class _Layer:
             + experts.kept
             + _factors(plan, "mlp")
             + beside * (5 * norm - (1 + (plan.lora is not None)) * residual),
-            down=0 if plan.lora is not None else a.hidden_size * columns * number,
+            down=0 if plan.lora is not None else a.hidden_size * columns * itemsize,
             unread=0 if keeps else ffn,
             # One after a block keeps its input in place of its output, which joins the residual.
             more_norms=(len(a.traits.norms) - 2 - beside) * norm,
@@ -253,24 +253,24 @@ def _factors(plan: ActorPlan, block: str) -> int:
     if plan.lora is None:
         return 0
     counted = plan.architecture, plan.layout, plan.lora, block, plan.own_tokens
-    return kept_by_adapters(*counted, flash=_is_flash(plan)) * plan.device.number
+    return kept_by_adapters(*counted, flash=_is_flash(plan)) * plan.device.itemsize
 
 
 def _is_flash(plan: ActorPlan) -> bool:
-    return plan.device.flash_attention and plan.architecture.heads_in(0).size <= MOST_OF_FLASH
+    return plan.device.flash_attention and plan.architecture.heads_in(0).size <= MAX_FLASH_HEAD
 
 
 def _attention(plan: ActorPlan) -> int:
     """Bytes that attention keeps after its norm."""
-    a, tokens, number = plan.architecture, plan.own_tokens, plan.device.number
+    a, tokens, itemsize = plan.architecture, plan.own_tokens, plan.device.itemsize
     tp, cp = plan.layout.tp, plan.layout.cp
     if a.latent is not None:
         return _latent_attention(plan)
     if a.delta_net is not None and a.has_delta_net_in(0):  # of a layer alone: the projection, and the output
-        return tokens * number * (a.delta_net.projected_rows + a.delta_net.value_rows) // tp
+        return tokens * itemsize * (a.delta_net.projected_rows + a.delta_net.value_rows) // tp
     own, flash = a.heads_in(0), _is_flash(plan)
     q, k = a.num_heads // tp, max(1, own.kv_heads // tp)
-    head = tokens * own.size * number  # of one head; that of all tokens and 1 / cp of the heads is as large
+    head = tokens * own.size * itemsize  # of one head; that of all tokens and 1 / cp of the heads is as large
     met = max(k, cp)  # keys and values; each rank has its own copy
     # Rotated queries and keys, values, the output, a float32 number per token and query head.
     kept = (q + 2 * (q if plan.device.whole_heads and not flash else met) + q) * head
@@ -301,15 +301,15 @@ def _attention(plan: ActorPlan) -> int:
 def _latent_attention(plan: ActorPlan) -> int:
     """The same of attention with latents: both before and after their norms; queries, keys, and values as long; the
     output as long and, but with cp, which makes it again, as the projection reads it."""
-    a, tokens, number, latent = plan.architecture, plan.own_tokens, plan.device.number, plan.architecture.latent
+    a, tokens, itemsize, latent = plan.architecture, plan.own_tokens, plan.device.itemsize, plan.architecture.latent
     assert latent is not None, a.family
     heads, own = a.num_heads // plan.layout.tp, tokens // plan.layout.tp
-    latents = own * number * (2 * latent.query_rank + latent.cached + latent.rank)
+    latents = own * itemsize * (2 * latent.query_rank + latent.cached + latent.rank)
     latents += own * FLOAT32 * (1 + (latent.query_rank > 0))
     # Without flash attention padded copies of all but values, too.
     copies = 4 if plan.device.flash_attention else 7
     of_heads = copies * a.head_dim + (latent.value_dim if plan.layout.cp == 1 else 0)
-    return latents + heads * tokens * of_heads * number + plan.num_tokens * (heads // plan.layout.cp) * FLOAT32
+    return latents + heads * tokens * of_heads * itemsize + plan.num_tokens * (heads // plan.layout.cp) * FLOAT32
 
 
 # Tokens of one chunk in the chunked rule of delta nets (megatron/model/delta_net.py).
@@ -339,12 +339,12 @@ def _chunks(plan: ActorPlan, stage: int) -> list[_Chunk]:
 def _kept(plan: ActorPlan, chunk: _Chunk, *, is_last: bool) -> int:
     layer = chunk[-1][0]
     layers = sum(count * layer.kept(plan.recompute) for layer, count in chunk)
-    return layers + _turns(plan) + (_end(layer) if is_last else layer.residual)
+    return layers + _rope_bytes(plan) + (_final_norm(layer) if is_last else layer.residual)
 
 
-def _turns(plan: ActorPlan) -> int:
+def _rope_bytes(plan: ActorPlan) -> int:
     """Cosines and sines of the tokens' positions, the same for all layers."""
-    return 2 * plan.own_tokens * plan.architecture.angle_size * plan.device.number
+    return 2 * plan.own_tokens * plan.architecture.angle_size * plan.device.itemsize
 
 
 def _masks(plan: ActorPlan, stage: int) -> int:
@@ -363,41 +363,40 @@ def _mask(plan: ActorPlan, layer: int) -> int:
     return plan.num_tokens**2 * FLOAT32 if hides and not plan.device.flash_attention else 0
 
 
-def _end(layer: _Layer) -> int:
-    """Bytes of the final norm: as much as another, with its input instead of its output, which is gathered for the
-    head."""
+def _final_norm(layer: _Layer) -> int:
+    """Bytes of the final norm: a norm's, with its input in place of its output, which is gathered for the head."""
     return layer.norm + layer.gathered
 
 
 def _in_layers(plan: ActorPlan, chunk: _Chunk, is_last: bool) -> Iterator[int]:
     """Bytes that backward takes in the first layer it reaches of each kind, after the final norm and all layers of
     other kinds behind it have freed their tensors."""
-    gone = _end(chunk[-1][0]) if is_last else 0
+    gone = _final_norm(chunk[-1][0]) if is_last else 0
     for layer, count in reversed(chunk):
-        yield layer.working(plan.recompute, plan.layout.tp) + _waiting(plan) - gone
+        yield layer.working(plan.recompute, plan.layout.tp) + _waiting_gradient(plan) - gone
         # Delta nets and attention alternate: few layers of one kind are behind the last one of the other.
         gone += (1 if plan.architecture.delta_net is not None else count) * layer.kept(plan.recompute)
 
 
-def _waiting(plan: ActorPlan) -> int:
-    """A weight that is head and embedding at once: its gradient from the head waits for that from the embedding."""
+def _waiting_gradient(plan: ActorPlan) -> int:
+    """Bytes of the gradient that a tied weight has from the head, which waits for the embedding's."""
     a, tp = plan.architecture, plan.layout.tp
     is_shared = a.tied and plan.layout.pp == 1 and plan.lora is None
-    return padded_vocab_size(a.vocab_size, tp) // tp * a.hidden_size * plan.device.number if is_shared else 0
+    return padded_vocab_size(a.vocab_size, tp) // tp * a.hidden_size * plan.device.itemsize if is_shared else 0
 
 
 def _forward(plan: ActorPlan, layer: _Layer, is_last: bool) -> int:
-    """One layer's tensors, which the next one's replace, or the head's."""
+    """Bytes of a forward without gradients: of one layer's tensors, which the next one's replace, or of the head's."""
     a, tp, tokens = plan.architecture, plan.layout.tp, plan.own_tokens
     # Inputs of the stage, of the layer and of its second norm, that norm's output.
     experts = layer.experts.forward
-    inside = 4 * layer.residual + max(experts, 3 * layer.ffn + (layer.residual if experts else 0)) + _turns(plan)
+    inside = 4 * layer.residual + max(experts, 3 * layer.ffn + (layer.residual if experts else 0)) + _rope_bytes(plan)
     if plan.lora is not None and is_adapted(a, plan.lora, "mlp.linear_fc1", "mlp.shared.linear_fc1"):
         inside += 3 * layer.ffn  # what an adapter adds to gate and up, and their sum
     inside += max((_mask(plan, number) for number in range(len(a.windows))), default=0) * 5 // 4  # of truth values
     if layer.delta:
         inside = max(
-            inside, 2 * layer.residual + tokens * a.delta_net.projected_rows // tp * plan.device.number + layer.delta
+            inside, 2 * layer.residual + tokens * a.delta_net.projected_rows // tp * plan.device.itemsize + layer.delta
         )
     columns = padded_vocab_size(a.vocab_size, tp) // tp
     head = 2 * layer.gathered
@@ -413,22 +412,24 @@ def _forward(plan: ActorPlan, layer: _Layer, is_last: bool) -> int:
 TRITON_ELEMENTS, TRITON_ROWS, REFERENCE_ELEMENTS, ADDED_ELEMENTS = 1_250_000_000, 8192, 1 << 24, 1 << 20
 
 
-def head_bytes(a: Architecture, tp: int, tokens: int, number: int, *, triton: bool, learns: bool = True) -> int:
-    """The most bytes that they take, if all of a rank's `tokens` are trained; a number has so many bytes. Unless the
-    head `learns`, its weight has no gradient."""
-    columns, mixed = padded_vocab_size(a.vocab_size, tp) // tp, number < FLOAT32
+def head_bytes(a: Architecture, tp: int, tokens: int, itemsize: int, *, triton: bool, learns: bool = True) -> int:
+    """The most bytes that the head takes, if all of a rank's `tokens` are trained, in numbers of `itemsize` bytes.
+
+    Unless it `learns`, its weight has no gradient.
+    """
+    columns, mixed = padded_vocab_size(a.vocab_size, tp) // tp, itemsize < FLOAT32
     rows, row = min(tokens, logit_rows(columns, triton=triton)), a.hidden_size
-    weight = columns * row * number
+    weight = columns * row * itemsize
     # Summed over the ranks in float32, then cast.
-    gradient = tokens * row * (FLOAT32 if tp > 1 else number)
-    cast = tokens * row * number if tp > 1 and mixed else 0
-    logit = number if triton else FLOAT32
+    gradient = tokens * row * (FLOAT32 if tp > 1 else itemsize)
+    cast = tokens * row * itemsize if tp > 1 and mixed else 0
+    logit = itemsize if triton else FLOAT32
     operand = columns * row * FLOAT32 if mixed and not triton else 0
     # A chunk of logits; its rows of hidden, and a product: the gradient of these, or, in float32, a part of the
     # weight's, before it is added.
     part = 0 if triton or mixed or not learns else min(columns * row, ADDED_ELEMENTS)
     logit += 0 if triton or a.softcap is None else FLOAT32  # the slopes of capped ones
-    in_chunk = rows * (columns * logit + row * number) + max(rows * row, part) * FLOAT32
+    in_chunk = rows * (columns * logit + row * itemsize) + max(rows * row, part) * FLOAT32
     # In half precision the weight's gradient goes into Megatron's buffer, and autograd gets a placeholder; in float32
     # it is a tensor of its own from the start.
     placeholder, own = (weight * learns, 0) if mixed else (0, weight * learns)

@@ -55,7 +55,7 @@ IN_TURN: Mapping[str, tuple[str, ...]] = {
     "publish": ("weights", "engine weights", "buckets", "engine asleep", "context", "other agents"),
     "checkpoint": ("engine asleep", "context", "other agents"),
 }
-# Where engines have devices of their own: what both kinds have, what only theirs have, and when that is the most.
+# Where engines have devices of their own: parts on all devices, parts on theirs alone, and the phases that fill these.
 ON_BOTH, ON_ENGINES = {"buckets", "context"}, {"engine weights", "engine cache", "engine awake", "engine asleep"}
 ANSWERS = ("generate", "publish")
 Does = Literal["both", "trains", "answers"]
@@ -183,7 +183,7 @@ class Budget:
 
     @property
     def peak(self) -> int:
-        """Bytes of that phase."""
+        """Bytes of the fullest phase."""
         return self.phases[self.fullest]
 
     @property
@@ -224,7 +224,7 @@ def stage_budgets(actor: ActorPlan, engine: EnginePlan, capacity: int | None, do
 
 
 def left_behind(engine: EnginePlan) -> int:
-    """Bytes that an agent cannot free on a device while another has its turn."""
+    """Bytes that an agent's processes keep on a device while another agent has its turn."""
     return CONTEXT + (GRAPHS if engine.keeps_graphs else 0)
 
 
@@ -232,10 +232,10 @@ def engine_weights(actor: ActorPlan, engine: EnginePlan) -> int:
     """vLLM cuts a model into tensor-parallel ranks as Megatron does, experts too, and into no stages."""
     whole = Layout(tp=engine.tp)
     dense = num_weights(actor.architecture, whole) - expert_weights(actor.architecture, whole)
-    plain = (dense + _absorbed(actor.architecture, engine.tp)) * actor.device.number + engine_experts(actor, engine)
+    plain = (dense + _absorbed(actor.architecture, engine.tp)) * actor.device.itemsize + engine_experts(actor, engine)
     if engine.quantization is None:
         return plain
-    return plain - saved_bytes(actor.architecture, engine.tp, engine.quantization, actor.device.number)
+    return plain - saved_bytes(actor.architecture, engine.tp, engine.quantization, actor.device.itemsize)
 
 
 def _absorbed(architecture: Architecture, tp: int) -> int:
@@ -248,23 +248,23 @@ def _absorbed(architecture: Architecture, tp: int) -> int:
 
 def engine_experts(actor: ActorPlan, engine: EnginePlan) -> int:
     """Bytes of experts in an engine's weights; every rank has a part of every expert."""
-    return expert_weights(actor.architecture, Layout()) // engine.tp * actor.device.number
+    return expert_weights(actor.architecture, Layout()) // engine.tp * actor.device.itemsize
 
 
 def waiting_bytes(actor: ActorPlan, engine: EnginePlan) -> int:
-    """Bytes that wait to be quantized until all ranks have theirs: two buckets; and a matrix is copied for it."""
+    """Bytes that quantization takes: two buckets that wait until all ranks have theirs, and copies of a matrix."""
     if engine.quantization is None:
         return 0
-    return bucket_bytes(actor) // 2 + 2 * largest_matrix(actor.architecture, engine.tp) * actor.device.number
+    return bucket_bytes(actor) // 2 + 2 * largest_matrix(actor.architecture, engine.tp) * actor.device.itemsize
 
 
 def cache_per_token(budget: Budget) -> int:
     """Bytes of one token's keys and values in every layer with attention of one rank of the engine."""
     a: Architecture = budget.actor.architecture
     if a.latent is not None:  # one for all heads, on every rank
-        return a.attention_layers * a.latent.cached * budget.actor.device.number
+        return a.attention_layers * a.latent.cached * budget.actor.device.itemsize
     numbers = sum(max(1, heads.kv_heads // budget.engine.tp) * heads.size for heads in a.attention_heads)
-    return 2 * numbers * budget.actor.device.number
+    return 2 * numbers * budget.actor.device.itemsize
 
 
 def cache_per_answer(budget: Budget) -> int:
@@ -272,7 +272,7 @@ def cache_per_answer(budget: Budget) -> int:
     a: Architecture = budget.actor.architecture
     if (delta := a.delta_net) is None:
         return 0
-    numbers = delta.state * 4 + delta.mixed_rows * (delta.width - 1) * budget.actor.device.number
+    numbers = delta.state * 4 + delta.mixed_rows * (delta.width - 1) * budget.actor.device.itemsize
     return (a.num_layers - a.attention_layers) * numbers // budget.engine.tp
 
 
@@ -295,5 +295,5 @@ def bucket_bytes(actor: ActorPlan) -> int:
 
     Adapters are merged into copies of the weights, which take a bucket more.
     """
-    whole = num_weights(actor.architecture, Layout(), 0) * actor.device.number
+    whole = num_weights(actor.architecture, Layout(), 0) * actor.device.itemsize
     return (2 * 2 + (actor.lora is not None)) * min(BUCKET_BYTES, whole)

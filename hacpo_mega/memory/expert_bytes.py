@@ -2,8 +2,8 @@
 
 The terms are what megatron/model/moe.py keeps. A rank's s tokens are k rows each, which go to the ranks that have the
 experts and come back; where every expert gets as many, a rank computes R = s k rows, of hidden size h and an expert's
-width f. Only with ep can they be more: all tokens of its ep ranks may ask for the experts of one of them. Held to the
-real layer by tests/unit/memory/test_memory_trace.py, as actor_bytes.py is.
+width f. Only with ep can they be more: all tokens of its ep ranks may ask for the experts of one of them. Compared
+with the real layer by tests/unit/memory/test_memory_trace.py, as actor_bytes.py is.
 """
 
 from dataclasses import dataclass
@@ -34,10 +34,9 @@ class ExpertBytes:
 
 
 def expert_bytes(
-    a: Architecture, layout: Layout, own_tokens: int, number: int, lora: Lora | None = None
+    a: Architecture, layout: Layout, own_tokens: int, itemsize: int, lora: Lora | None = None
 ) -> ExpertBytes:
-    """Expert bytes for `own_tokens` of a cp rank, whose tensor ranks have a part of them each, in numbers of so many
-    bytes; none for a dense model.
+    """Expert bytes for `own_tokens` of a cp rank, whose tensor ranks have a part of them each; none for a dense model.
 
     Backward takes the most where shares have met their rows, whose gradients are put in order; where the second matrix
     gets its gradient; at the activation; where the first matrix gets its gradient. With `lora` matrices have none, and
@@ -47,8 +46,8 @@ def expert_bytes(
         return ExpertBytes(0, 0, 0, 0)
     tokens, per_token, experts = own_tokens // layout.tp, a.experts_per_token, a.num_experts // layout.ep
     rows = tokens * per_token
-    hidden, ffn = rows * a.hidden_size * number, rows * a.expert_ffn * number
-    down = experts * a.hidden_size * a.expert_ffn * number
+    hidden, ffn = rows * a.hidden_size * itemsize, rows * a.expert_ffn * itemsize
+    down = experts * a.hidden_size * a.expert_ffn * itemsize
     crosses = layout.ep > 1
     # Probabilities of all experts; shares before and after they add up to 1, their sum, the numbers of their experts.
     routing = tokens * (a.num_experts * FLOAT32 + per_token * (2 * FLOAT32 + INT64) + FLOAT32)
@@ -64,7 +63,7 @@ def expert_bytes(
         kept=kept,
         working=max(2 * hidden, *learnt),
         forward=routing + (3 if crosses else 2) * hidden + 3 * ffn,
-        worst=more * ((reads * a.hidden_size + (2 + reads_product) * a.expert_ffn) * number + 2 * INT64),
+        worst=more * ((reads * a.hidden_size + (2 + reads_product) * a.expert_ffn) * itemsize + 2 * INT64),
     )
 
 

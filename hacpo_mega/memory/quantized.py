@@ -33,23 +33,23 @@ def quantization_of(vllm: Mapping[str, Any]) -> str | None:
 
 
 @functools.cache  # advice asks again and again
-def saved_bytes(architecture: Architecture, tp: int, kind: str, number: int) -> int:
-    """By how much less an engine's rank of `tp` has than all of its weights at `number` bytes each."""
+def saved_bytes(architecture: Architecture, tp: int, kind: str, itemsize: int) -> int:
+    """Bytes that quantization saves on an engine's rank of `tp`, against weights of `itemsize` bytes each."""
     return sum(
-        rows * columns * number - KINDS[kind](rows, columns)
+        rows * columns * itemsize - KINDS[kind](rows, columns)
         for slot in stage_slots(architecture, (architecture.num_layers,), 0)
         for rows, columns in _matrices(slot, architecture, tp)
     )
 
 
 def largest_matrix(architecture: Architecture, tp: int) -> int:
-    """Numbers of the largest that is quantized."""
+    """Numbers of the largest quantized matrix on a rank of `tp`."""
     slots = stage_slots(architecture, (architecture.num_layers,), 0)
     return max(math.prod(matrix) for slot in slots for matrix in _matrices(slot, architecture, tp))
 
 
 def _matrices(slot: Slot, architecture: Architecture, tp: int) -> list[tuple[int, int]]:
-    """(rows, columns) of each that a parameter of a rank is for its kernel; none where it is not quantized."""
+    """(rows, columns) of each matrix in a rank's shard of a parameter; none if it is not quantized."""
     if slot.cut is Cut.EXPERTS:
         # Gate and up, which read the hidden state, are cut by rows, down by columns.
         shapes = (source.shape for source in slot.sources)

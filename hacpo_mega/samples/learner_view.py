@@ -101,11 +101,11 @@ class ReencodingRules:
         )
 
 
-class ReadAnswer(NamedTuple):
+class EncodedAnswer(NamedTuple):
     """An answer in the learner's tokens, int32, and the places of the trained ones; None: the leading `num_trained`.
 
     starts      as TokenSequence.segment_starts
-    is_sampled  whether the trained ones are those that another agent sampled, but for its end tokens
+    is_sampled  whether the trained ones, end tokens aside, are those that another agent sampled
     """
 
     ids: np.ndarray
@@ -150,7 +150,7 @@ def learner_view(
     samples = []
     trains, advantages = trains_PNG.tolist(), advantages_PNG.tolist()  # indexing a tensor one by one is slow
     is_mine_PNG = np.full(trains_PNG.shape, True) if mine_PNG is None else mine_PNG
-    readings = _readings(pool, (trains_PNG.numpy() & is_mine_PNG).tolist(), learner, codec, rules)
+    encoded = _encoded_texts(pool, (trains_PNG.numpy() & is_mine_PNG).tolist(), learner, codec, rules)
     mine = is_mine_PNG.tolist()
     for p, prompt in enumerate(pool.prompts):
         for j, group in enumerate(pool.trajectories_PNG[p]):
@@ -165,7 +165,7 @@ def learner_view(
                 if answer is None:
                     prompt_ids = _prompt_ids(prompt, trajectory, codec)
                     asked = trajectory.rollout.asked(prompt)
-                    answer = _answer(trajectory, is_self, asked, prompt_ids, codec, rules, readings, tallies[j])
+                    answer = _answer(trajectory, is_self, asked, prompt_ids, codec, rules, encoded, tallies[j])
                 if isinstance(answer, str):
                     dropped[j].append(DroppedAnswer(*key, answer))
                     continue
@@ -198,19 +198,20 @@ def _reason_not_wanted(trajectory: Trajectory, trains: bool, tally: Counter[str]
     return reason
 
 
-class Reading(NamedTuple):
-    """A text in the learner's tokens (None if it cannot be encoded), and the text that these decode to.
+class Reencoding(NamedTuple):
+    """A text in the learner's tokens, and the text that these decode to.
 
-    No text if one of the tokens is a control token: that is worse than a changed text, and counted by itself.
+    ids    None if the text cannot be encoded
+    text   None if `ids` is, or has a control token: a reason of its own to drop the answer
     """
 
     ids: tuple[int, ...] | None
     text: str | None
 
 
-def _readings(
+def _encoded_texts(
     pool: Pool, trains: list[list[list[bool]]], learner: int, codec: TextCodec, rules: ReencodingRules
-) -> dict[str, Reading]:
+) -> dict[str, Reencoding]:
     """Reads each text that the learner may take from other tokens: all at once, equal ones once.
 
     Turns that are not opened as their prompt is are read later, one by one.
@@ -220,24 +221,24 @@ def _readings(
     for prompt, trains_NG, group_N in zip(pool.prompts, trains, pool.trajectories_PNG, strict=True):
         for j, source in others:
             opened = Opened(source.opened_thinking(prompt.text), codec.opened_thinking(prompt.text))
-            if opened.are_equal and _are_twins(source, codec):
+            if opened.are_equal and _shares_ids(source, codec):
                 continue
             wanted = (t.rollout for t, is_trained in zip(group_N[j], trains_NG[j], strict=True) if is_trained)
-            found = (opened.crossing(text) for rollout in wanted for text, *_ in rollout.own_turns)
+            found = (opened.shared(text) for rollout in wanted for text, *_ in rollout.own_turns)
             texts |= {text: None for text in found if text is not None and REPLACEMENT not in text}
-    return _read(list(texts), codec)
+    return _encode_texts(list(texts), codec)
 
 
-def _read(texts: Sequence[str], codec: TextCodec) -> dict[str, Reading]:
+def _encode_texts(texts: Sequence[str], codec: TextCodec) -> dict[str, Reencoding]:
     """Encodes and decodes texts."""
     ids = codec.encode_answers(texts, torch.get_num_threads())
-    steers = [found is None or not codec.control_ids.isdisjoint(found) for found in ids]
-    read = [None if steer else codec.decode_answer(found) for found, steer in zip(ids, steers)]
-    return dict(zip(texts, map(Reading, ids, read)))
+    is_plain = [one is not None and codec.control_ids.isdisjoint(one) for one in ids]
+    decoded = [codec.decode_answer(one) if plain else None for one, plain in zip(ids, is_plain)]
+    return dict(zip(texts, map(Reencoding, ids, decoded)))
 
 
 class Opened(NamedTuple):
-    """Starts of a turn that the prompts before it have written: its source's and the learner's."""
+    """Start of a turn (a <think>) that the prompt before it contains, in its source's prompt and in the learner's."""
 
     source: str
     learner: str
@@ -246,13 +247,14 @@ class Opened(NamedTuple):
     def are_equal(self) -> bool:
         return self.source == self.learner
 
-    def crossing(self, text: str) -> str | None:
-        """The text that the learner's turn has; None if the judged one does not begin as the learner's prompt does."""
+    def shared(self, text: str) -> str | None:
+        """The learner's part of a turn; None if the judged text does not begin with what its prompt opens."""
         judged = self.source + text
         return judged[len(self.learner) :] if judged.startswith(self.learner) else None
 
 
-def _are_twins(source: TextCodec, codec: TextCodec) -> bool:
+def _shares_ids(source: TextCodec, codec: TextCodec) -> bool:
+    """True if both have the same tokenizer, end tokens aside."""
     return source.fingerprint == codec.fingerprint
 
 
@@ -263,9 +265,9 @@ def _answer(
     prompt_ids: np.ndarray | None,
     codec: TextCodec,
     rules: ReencodingRules,
-    readings: Mapping[str, Reading],
+    encoded: Mapping[str, Reencoding],
     tally: Counter[str],
-) -> ReadAnswer | DropReason:
+) -> EncodedAnswer | DropReason:
     """The answer in the learner's tokens, or the reason why it is not trained on; counts it."""
     rollout = trajectory.rollout
     tally["num_unjudged"] += not trajectory.is_judged
@@ -284,17 +286,17 @@ def _answer(
     source, turns = rules.sources[trajectory.agent], rollout.own_turns
     is_shown = all(source.shows(_sampled(stop, ids)) for _, stop, ids in turns)
     tally["num_undecodable"] += not is_shown or any(REPLACEMENT in text for text, *_ in turns)
-    answer: ReadAnswer | DropReason
+    answer: EncodedAnswer | DropReason
     if is_self:
         places = rollout.trained_places(rules.eos_in_loss)
         num_trained = rollout.num_trained(rules.eos_in_loss)
-        answer = ReadAnswer(rollout.token_ids, num_trained, places, rollout.segment_starts)
+        answer = EncodedAnswer(rollout.token_ids, num_trained, places, rollout.segment_starts)
     else:  # also with the learner's tokenizer: its model may have no row for an id without a token
-        of_turns = Counter[str]()
-        answer = _reread(trajectory, asked, prompt_ids, codec, rules, readings, of_turns) if is_shown else "undecodable"
-        # an answer is compared, and changed, once, however many turns it has
-        once = {name: min(1, of_turns[name]) for name in ("num_compared", "num_changed")}
-        tally.update({**of_turns, **once})
+        counts = Counter[str]()
+        answer = _reencode(trajectory, asked, prompt_ids, codec, rules, encoded, counts) if is_shown else "undecodable"
+        # An answer is counted once as compared and as changed, however many turns it has.
+        once = {name: min(1, counts[name]) for name in ("num_compared", "num_changed")}
+        tally.update({**counts, **once})
     if not isinstance(answer, str):
         tally["num_own" if is_self else "num_cross"] += 1
         tally["num_empty"] += rollout.text == ""
@@ -310,27 +312,27 @@ def _sampled(stop: Stop, ids: np.ndarray) -> np.ndarray:
     return ids[:-1] if stop == Stop.EOS else ids
 
 
-def _reread(
+def _reencode(
     trajectory: Trajectory,
     asked: tuple[str, str],
     prompt_ids: np.ndarray,
     codec: TextCodec,
     rules: ReencodingRules,
-    readings: Mapping[str, Reading],
+    encoded: Mapping[str, Reencoding],
     tally: Counter[str],
-) -> ReadAnswer | DropReason:
+) -> EncodedAnswer | DropReason:
     """Another agent's answer or conversation in the learner's tokens: its turns encoded, the others' rendered anew."""
     rollout, source = trajectory.rollout, rules.sources[trajectory.agent]
-    is_twin = _are_twins(source, codec)
-    own = partial(_in_own_tokens, is_twin=is_twin, codec=codec, rules=rules, readings=readings, tally=tally)
-    answer: ReadAnswer | DropReason
+    shares_ids = _shares_ids(source, codec)
+    own = partial(_turn_ids, shares_ids=shares_ids, codec=codec, rules=rules, encoded=encoded, tally=tally)
+    answer: EncodedAnswer | DropReason
     if rollout.conversation is None:
         opened = Opened(*(reader.opened_thinking(asked[0]) for reader in (source, codec)))
         ids = own(*rollout.own_turns[0], opened)
         if isinstance(ids, str):
             return ids
         num_trained = trained_tokens(len(ids), rollout.stop == Stop.EOS, rules.eos_in_loss)
-        answer = ReadAnswer(ids, num_trained, is_sampled=is_twin and opened.are_equal)
+        answer = EncodedAnswer(ids, num_trained, is_sampled=shares_ids and opened.are_equal)
     else:
         try:
             answer = _conversation(trajectory, own, asked, prompt_ids, codec, rules)
@@ -358,7 +360,7 @@ def _conversation(
     prompt_ids: np.ndarray,
     codec: TextCodec,
     rules: ReencodingRules,
-) -> ReadAnswer | DropReason:
+) -> EncodedAnswer | DropReason:
     """A conversation with own turns read by `own`, or the reason why `own` drops one.
 
     ValueError for a text that has no token.
@@ -367,35 +369,35 @@ def _conversation(
     prompt = prompt_ids.tolist()
     start = 0  # of the segment in `ids`; `prompt` precedes it, unless `ids` has its prompt
     turns, rest = list[Turn](), iter(rollout.own_turns)
-    is_twin = is_sampled = _are_twins(rules.sources[trajectory.agent], codec)
-    heard = (turn for turn in rollout.conversation.turns if turn.is_own or turn.stop is None)
-    for is_own, group in itertools.groupby(heard, key=operator.attrgetter("is_own")):
+    shares_ids = is_sampled = _shares_ids(rules.sources[trajectory.agent], codec)
+    visible = (turn for turn in rollout.conversation.turns if turn.is_own or turn.stop is None)
+    for is_own, group in itertools.groupby(visible, key=operator.attrgetter("is_own")):
         for turn in group if is_own else ():
             opened = Opened(turn.opened, codec.opened_before(asked[0], [*prompt, *ids[start:]]))
             text, stop, token_ids = next(rest)
-            found = own(text, stop, token_ids, opened)
-            if isinstance(found, str):
-                return found
-            ids += found.tolist()
+            turn_ids = own(text, stop, token_ids, opened)
+            if isinstance(turn_ids, str):
+                return turn_ids
+            ids += turn_ids.tolist()
             is_sampled &= opened.are_equal
-            turns.append(replace(turn, num_tokens=len(found)))
+            turns.append(replace(turn, num_tokens=len(turn_ids)))
         if not is_own:
-            said = list(group)
-            if said[-1].is_history:
-                history = History.of(said[-1].content)
+            others = list(group)
+            if others[-1].is_history:
+                history = History.of(others[-1].content)
                 task = (history.task, "") if history.task else asked
                 new = rules.turns.segment(*task, history.messages)
                 prompt, start = [], len(ids)
             else:
-                ended, messages = turns[-1].stop is Stop.EOS, [turn.message for turn in said]
+                ended, messages = turns[-1].stop is Stop.EOS, [turn.message for turn in others]
                 new = rules.turns.continuation([*prompt, *ids[start:]], messages, ended=ended)
-                if ended and not (is_twin and ids[-1] == token_ids[-1]):
+                if ended and not (shares_ids and ids[-1] == token_ids[-1]):
                     ids[-1], new = _with_own_end([*prompt, *ids[start:]], new, messages, codec, rules.turns)
             ids += new
-            turns.append(Turn(said[-1].role, "", len(new)))
+            turns.append(Turn(others[-1].role, "", len(new)))
     read = Conversation(tuple(turns))
     places = read.trained_places(rules.eos_in_loss)
-    return ReadAnswer(np.array(ids, dtype=np.int32), len(places), places, read.segment_starts, is_sampled)
+    return EncodedAnswer(np.array(ids, dtype=np.int32), len(places), places, read.segment_starts, is_sampled)
 
 
 def _with_own_end(
@@ -413,52 +415,52 @@ def _with_own_end(
     return head[-1], new
 
 
-def _in_own_tokens(
+def _turn_ids(
     text: str,
     stop: Stop,
     token_ids: np.ndarray,
     opened: Opened,
-    is_twin: bool,
+    shares_ids: bool,
     codec: TextCodec,
     rules: ReencodingRules,
-    readings: Mapping[str, Reading],
+    encoded: Mapping[str, Reencoding],
     tally: Counter[str],
 ) -> np.ndarray | DropReason:
     """One turn of another agent in the learner's tokens, or the reason for dropping the answer."""
     text_ids: Sequence[int] | DropReason
-    if is_twin and opened.are_equal:
+    if shares_ids and opened.are_equal:
         text_ids = _sampled(stop, token_ids).tolist()
-    elif (crossing := opened.crossing(text)) is None or (rules.needs_same_tokens and not opened.are_equal):
+    elif (shared := opened.shared(text)) is None or (rules.needs_same_tokens and not opened.are_equal):
         tally["num_no_thinking"] += 1
         return "no_thinking"
     else:
-        text_ids = _reencoded(crossing, codec, readings, rules, tally)
+        text_ids = _reencoded_text(shared, codec, encoded, rules, tally)
     if isinstance(text_ids, str):
         return text_ids
     if not codec.control_ids.isdisjoint(text_ids):
         tally["num_control_tokens"] += 1
         return "control_tokens"
-    end = [_end(int(token_ids[-1]), codec, is_twin)] if stop == Stop.EOS else []
+    end = [_end_token(int(token_ids[-1]), codec, shares_ids)] if stop == Stop.EOS else []
     return np.array([*text_ids, *end], dtype=np.int32)
 
 
-def _end(own: int, codec: TextCodec, is_twin: bool) -> int:
+def _end_token(own: int, codec: TextCodec, shares_ids: bool) -> int:
     """The learner's end token for another agent's answer; a twin's own end token if it is one of the learner's, too."""
-    return own if is_twin and own in codec.ends.ids else codec.eos_id
+    return own if shares_ids and own in codec.ends.ids else codec.eos_id
 
 
-def _reencoded(
-    text: str, codec: TextCodec, readings: Mapping[str, Reading], rules: ReencodingRules, tally: Counter[str]
+def _reencoded_text(
+    text: str, codec: TextCodec, encoded: Mapping[str, Reencoding], rules: ReencodingRules, tally: Counter[str]
 ) -> tuple[int, ...] | DropReason:
     """The text in the learner's tokens, or the reason for dropping it."""
     if REPLACEMENT in text:
         return "undecodable"
-    ids, read = readings.get(text) or _read([text], codec)[text]
+    ids, decoded = encoded.get(text) or _encode_texts([text], codec)[text]
     if ids is None:
         tally["num_unencodable"] += 1
         return "unencodable"
-    is_changed = read is not None and read != text
-    tally["num_compared"] += read is not None
+    is_changed = decoded is not None and decoded != text
+    tally["num_compared"] += decoded is not None
     tally["num_changed"] += is_changed
     return "changed" if is_changed and not rules.trains_changed else ids
 
@@ -467,7 +469,7 @@ def _sample(
     prompt: Prompt,
     prompt_ids: np.ndarray,
     trajectory: Trajectory,
-    answer: ReadAnswer,
+    answer: EncodedAnswer,
     advantage: float,
     is_self: bool,
     own: Score | None,

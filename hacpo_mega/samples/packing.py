@@ -19,7 +19,7 @@ from hacpo_mega.records import MicroBatch, Sample, TokenSequence
 from hacpo_mega.samples.routing import packed_routing
 
 PADDING_TOKEN = 0
-TOLERANCE = 200  # the fullest cell may exceed the mean by 1 / this
+TOLERANCE = 200  # cells are level when the fullest exceeds the mean by at most a 200th
 
 
 def plan_updates(
@@ -78,9 +78,9 @@ def deal_answers(
 ) -> np.ndarray:
     """Cell in the lane that scores and trains each answer, int64 [P, N, G], so that cells finish updates together.
 
-    Every cells-th prompt is a cell's own, and its answers stay there unless another cell has less to do: in each update
-    answers move from the fullest cell to the emptiest, own ones first, since they are also scored, then others', which
-    are on all cells. Their tokens are those of their source: a factor that all have in common changes nothing.
+    Prompt p belongs to cell p modulo `cells`, and its answers stay there unless another cell has less to do: in each
+    update answers move from the fullest cell to the emptiest, own ones first, since they are also scored, then others',
+    which all cells have. An answer's tokens are counted as its source's; a common factor would change nothing.
     `trains_PNG` are the answers that `learner` trains on; others stay. A pure function of integers, equal on all ranks.
     """
     cell_PNG = np.broadcast_to((np.arange(len(tokens_PNG)) % cells)[:, None, None], tokens_PNG.shape).copy()
@@ -91,8 +91,8 @@ def deal_answers(
     for start in range(0, len(tokens_PNG) if cells > 1 else 0, prompts_per_update):
         update = slice(start, start + prompts_per_update)
         load_C = np.zeros(cells, dtype=np.int64)
-        for kind_PNG in (is_own_PNG, ~is_own_PNG):
-            places = np.nonzero((trains_PNG & kind_PNG)[update])
+        for part_PNG in (is_own_PNG, ~is_own_PNG):
+            places = np.nonzero((trains_PNG & part_PNG)[update])
             dealt = cell_PNG[update][places]
             _level(dealt, places[0], work_PNG[update][places], prompt_P[update], load_C)
             cell_PNG[update][places] = dealt
@@ -102,10 +102,10 @@ def deal_answers(
 def _level(
     cell_A: np.ndarray, prompt_A: np.ndarray, work_A: np.ndarray, prompt_P: np.ndarray, load_C: np.ndarray
 ) -> None:
-    """Adds answers to the cells' loads, and moves them from the fullest cell to the emptiest while that pays.
+    """Adds A answers to the loads of C cells, and moves them from the fullest cell to the emptiest while that helps.
 
-    A whole prompt's answers or a single one move, whichever levels the two cells best; reading the prompt in one more
-    cell counts. `cell_A` and `load_C` are changed in place.
+    A move is of all answers to a prompt or of one, whichever levels the two cells best; it counts that a prompt may be
+    read in one cell more or less. `cell_A` and `load_C` are changed in place.
     """
     work_PC = np.zeros((len(prompt_P), len(load_C)), dtype=np.int64)
     num_PC = np.zeros_like(work_PC)
@@ -118,19 +118,21 @@ def _level(
             return
         mine = np.flatnonzero(cell_A == full)
         prompts = np.flatnonzero(num_PC[:, full])
+        # Candidates: every prompt of the fullest cell, then every answer there.
         moved = np.concatenate([work_PC[prompts, full], work_A[mine]])
-        of = np.concatenate([prompts, prompt_A[mine]])
+        prompt_of = np.concatenate([prompts, prompt_A[mine]])
         is_last = np.concatenate([np.full(len(prompts), True), num_PC[prompt_A[mine], full] == 1])
-        leaves, comes = moved + prompt_P[of] * is_last, moved + prompt_P[of] * (num_PC[of, empty] == 0)
+        is_first, prompt_work = num_PC[prompt_of, empty] == 0, prompt_P[prompt_of]
+        leaves, comes = moved + prompt_work * is_last, moved + prompt_work * is_first
         highest = np.maximum(load_C[full] - leaves, load_C[empty] + comes)
         best = int(highest.argmin()) if len(highest) else 0
         if not len(highest) or highest[best] >= load_C[full]:
             return
-        chosen = mine[prompt_A[mine] == of[best]] if best < len(prompts) else mine[[best - len(prompts)]]
+        chosen = mine[prompt_A[mine] == prompt_of[best]] if best < len(prompts) else mine[[best - len(prompts)]]
         cell_A[chosen] = empty
         for table_PC, amount in ((work_PC, moved[best]), (num_PC, len(chosen))):
-            table_PC[of[best], full] -= amount
-            table_PC[of[best], empty] += amount
+            table_PC[prompt_of[best], full] -= amount
+            table_PC[prompt_of[best], empty] += amount
         load_C[full] -= leaves[best]
         load_C[empty] += comes[best]
 
@@ -145,8 +147,7 @@ def pack_update(
 ) -> list[MicroBatch]:
     """Micro-batches of a first update: `pack` of its own answers, as they were scored, then of the others'."""
     parts = ([sample for sample in samples if sample.is_self is own] for own in (True, False))
-    how = {"multiple": multiple, "shares_prompts": shares_prompts}
-    return [batch for part in parts for batch in pack(part, max_tokens, **how)]
+    return [b for part in parts for b in pack(part, max_tokens, multiple=multiple, shares_prompts=shares_prompts)]
 
 
 def pack(
@@ -164,7 +165,7 @@ def pack(
     assert max_tokens % multiple == 0, (max_tokens, multiple)
     groups = [[sequence] for sequence in sequences if sequence.num_trained > 0]
     if shares_prompts:
-        groups = [part for group in _by_prompt(groups) for part in _that_fit(group, max_tokens)]
+        groups = [part for group in _by_prompt(groups) for part in _split_to_fit(group, max_tokens)]
     return [microbatch(members, multiple) for members in _first_fit_decreasing(groups, max_tokens)]
 
 
@@ -176,7 +177,7 @@ def _by_prompt(groups: Iterable[Sequence[TokenSequence]]) -> list[list[TokenSequ
     return list(found.values())
 
 
-def _that_fit(group: Sequence[TokenSequence], max_tokens: int) -> Iterator[list[TokenSequence]]:
+def _split_to_fit(group: Sequence[TokenSequence], max_tokens: int) -> Iterator[list[TokenSequence]]:
     """Splits a group into neighbours that fit together; a sequence that does not fit by itself comes alone."""
     part: list[TokenSequence] = []
     for sequence in group:
@@ -226,20 +227,20 @@ def microbatch(groups: Sequence[Sequence[TokenSequence]], multiple: int = 1) -> 
     prompts = [group[0].prompt_ids for group in shared]
     alone = [group[0] for group in groups if len(group) == 1]
     places = [(place, sequence) for place, group in enumerate(shared) for sequence in group]
-    places.sort(key=lambda found: (-found[1].num_needed, found[0]))
+    places.sort(key=lambda placed: (-placed[1].num_needed, placed[0]))
     sequences = [*alone, *(sequence for _, sequence in places)]
     assert all(sequence.num_trained > 0 for sequence in sequences), "a sequence with nothing to train"
 
     trained = np.array([sequence.num_trained for sequence in sequences])
     prompt_lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
-    prompt_ends, of_prompt = np.cumsum(prompt_lengths), np.array([place for place, _ in places], dtype=np.int64)
-    own = [input_length(sequence) for sequence in alone] + [sequence.num_needed - 1 for _, sequence in places]
-    padding = -(prompt_lengths.sum() + sum(own)) % multiple
-    lengths = np.concatenate([prompt_lengths, own, [padding]]).astype(np.int64)
-    seen = np.zeros((len(lengths), 2), dtype=np.int64)
+    prompt_ends, prompt_of = np.cumsum(prompt_lengths), np.array([place for place, _ in places], dtype=np.int64)
+    own_lengths = [input_length(sequence) for sequence in alone] + [sequence.num_needed - 1 for _, sequence in places]
+    padding = -(prompt_lengths.sum() + sum(own_lengths)) % multiple
+    lengths = np.concatenate([prompt_lengths, own_lengths, [padding]]).astype(np.int64)
+    prefixes = np.zeros((len(lengths), 2), dtype=np.int64)
     first_answer = len(prompts) + len(alone)
-    seen[first_answer:-1, 1] = prompt_lengths[of_prompt]
-    seen[first_answer:-1, 0] = prompt_ends[of_prompt] - prompt_lengths[of_prompt]
+    prefixes[first_answer:-1, 1] = prompt_lengths[prompt_of]
+    prefixes[first_answer:-1, 0] = prompt_ends[prompt_of] - prompt_lengths[prompt_of]
     ends = np.cumsum(lengths)
 
     row_starts = np.concatenate([[0], np.cumsum(trained)])
@@ -247,19 +248,19 @@ def microbatch(groups: Sequence[Sequence[TokenSequence]], multiple: int = 1) -> 
     needed = np.array([sequence.num_needed for sequence in sequences])
     places_R = np.concatenate([_trained_places(sequence) for sequence in sequences])
     rows_R = np.repeat(ends[len(prompts) : -1] - needed, trained) + places_R
-    ends_R = np.repeat(np.concatenate([np.zeros(len(alone), np.int64), prompt_ends[of_prompt]]), trained)
+    ends_R = np.repeat(np.concatenate([np.zeros(len(alone), np.int64), prompt_ends[prompt_of]]), trained)
     rows_R = np.where((places_R == 0) & (ends_R > 0), ends_R - 1, rows_R)
     answers = [sequence.answer_ids[: sequence.num_needed - 1] for sequence in sequences]
     texts = [part for s, answer in zip(alone, answers) for part in (s.prompt_ids, answer)] + answers[len(alone) :]
     tokens_T = np.concatenate([*prompts, *texts, np.full(padding, PADDING_TOKEN)]).astype(np.int64)
     firsts = [len(s.prompt_ids) for s in alone] + [0] * len(places)
-    lengths, seen = _cut_segments(lengths, seen, len(prompts), zip(sequences, firsts))
+    lengths, prefixes = _cut_segments(lengths, prefixes, len(prompts), zip(sequences, firsts))
     is_segment = lengths > 0
     return MicroBatch(
         tokens_T=torch.from_numpy(tokens_T),
-        positions_T=torch.from_numpy(_counting(lengths) + np.repeat(seen[:, 1], lengths)),
+        positions_T=torch.from_numpy(_ranges(lengths) + np.repeat(prefixes[:, 1], lengths)),
         cu_seqlens=torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)[is_segment]]).astype(np.int32)),
-        prefixes_S2=torch.from_numpy(seen[is_segment].astype(np.int32)),
+        prefixes_S2=torch.from_numpy(prefixes[is_segment].astype(np.int32)),
         rows_R=torch.from_numpy(rows_R),
         targets_R=torch.from_numpy(np.concatenate([s.target_ids for s in sequences]).astype(np.int64)),
         row_cu_seqlens_B=torch.from_numpy(row_starts.astype(np.int32)),
@@ -270,7 +271,7 @@ def microbatch(groups: Sequence[Sequence[TokenSequence]], multiple: int = 1) -> 
 
 
 def _cut_segments(
-    lengths: np.ndarray, seen: np.ndarray, first: int, sequences: Iterable[tuple[TokenSequence, int]]
+    lengths: np.ndarray, prefixes: np.ndarray, first: int, sequences: Iterable[tuple[TokenSequence, int]]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Lengths [S] and prefixes [S, 2] with the sequences, which stand from `first` on, cut where segments begin.
 
@@ -280,13 +281,13 @@ def _cut_segments(
         (place, before + int(start))
         for place, (sequence, before) in enumerate(sequences, start=first)
         for start in (() if sequence.segment_starts is None else sequence.segment_starts)
-        if before + start < lengths[place]  # else nothing is trained behind it
+        if before + start < lengths[place]  # else nothing behind it is trained, nor read
     ]
     for place, start in reversed(cuts):
         lengths = np.insert(lengths, place + 1, lengths[place] - start)
         lengths[place] = start
-        seen = np.insert(seen, place + 1, 0, axis=0)
-    return lengths, seen
+        prefixes = np.insert(prefixes, place + 1, 0, axis=0)
+    return lengths, prefixes
 
 
 def empty_microbatch(multiple: int) -> MicroBatch:
@@ -309,6 +310,6 @@ def _trained_places(sequence: TokenSequence) -> np.ndarray:
     return np.arange(sequence.num_trained) if sequence.trained_places is None else sequence.trained_places
 
 
-def _counting(lengths: np.ndarray) -> np.ndarray:
+def _ranges(lengths: np.ndarray) -> np.ndarray:
     """0 .. n-1 for every n of `lengths`, end to end."""
     return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)

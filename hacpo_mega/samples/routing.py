@@ -1,8 +1,9 @@
 """Router replay (R3, arXiv 2510.11370): the engine's expert assignment of each token, returned with an answer.
 
-Engine and actor round differently, and choose differently where two experts are about as likely: they become two
-models. So the actor takes the engine's choice for the agent's own answers, in every forward. Its own router gives the
-chosen experts their shares, through which it learns. Other agents' answers have no routing of this agent's engine.
+Engine and actor round differently, and choose other experts where two are about as likely: the sampled policy and the
+trained one then differ. So the actor takes the engine's choice for the agent's own answers, in every forward. Its own
+router gives the chosen experts their shares, through which it learns. Other agents' answers have no routing of this
+agent's engine.
 Tokens with unknown routing (vLLM gave up before it read them) are routed by the actor.
 
 Elsewhere: recording (rollout/vllm/routing.py), replay (megatron/model/moe.py).
@@ -18,19 +19,19 @@ from hacpo_mega.records import TokenSequence
 
 
 def routing_type(num_experts: int) -> np.dtype:
-    """Integer type that holds the number of an expert, or `unknown`."""
+    """Integer type that holds the number of an expert, or `unknown_expert`."""
     return np.dtype(f"u{expert_number_bytes(num_experts)}")
 
 
-def unknown(kind: np.dtype) -> int:
+def unknown_expert(dtype: np.dtype) -> int:
     """Highest number of the type, which marks unknown routing."""
-    return int(np.iinfo(kind).max)
+    return int(np.iinfo(dtype).max)
 
 
-def fitted(rows: np.ndarray, num_tokens: int) -> np.ndarray:
-    """First `num_tokens` rows of `rows` [known, layers, experts], filled up with `unknown`."""
+def fit_rows(rows: np.ndarray, num_tokens: int) -> np.ndarray:
+    """First `num_tokens` rows of `rows` [known, layers, experts], filled up with `unknown_expert`."""
     missing = max(0, num_tokens - len(rows))
-    fill = np.full((missing, *rows.shape[1:]), unknown(rows.dtype), rows.dtype)
+    fill = np.full((missing, *rows.shape[1:]), unknown_expert(rows.dtype), rows.dtype)
     return np.concatenate([rows[:num_tokens], fill])
 
 
@@ -50,7 +51,7 @@ def packed_routing(
     if not shapes:
         return None
     (shape,) = shapes
-    rows = [_signed(sequence, part, shape) for sequence, part in parts]
+    rows = [_signed_rows(sequence, part, shape) for sequence, part in parts]
     return torch.from_numpy(np.concatenate([*rows, np.full((padding, *shape), -1, np.int16)]))
 
 
@@ -58,9 +59,9 @@ def _last_read(sequence: TokenSequence) -> int:
     return len(sequence.prompt_ids) + sequence.num_needed - 1
 
 
-def _signed(sequence: TokenSequence, part: slice, shape: tuple[int, ...]) -> np.ndarray:
+def _signed_rows(sequence: TokenSequence, part: slice, shape: tuple[int, ...]) -> np.ndarray:
     """Routing as int16 [tokens, layers, experts], -1 where unknown."""
     if sequence.routing is None:
         return np.full((part.stop - (part.start or 0), *shape), -1, np.int16)
     rows = sequence.routing[part]
-    return np.where(rows == unknown(rows.dtype), -1, rows.astype(np.int16))
+    return np.where(rows == unknown_expert(rows.dtype), -1, rows.astype(np.int16))

@@ -48,7 +48,7 @@ def make_tokenizer(folder: Path, vocabulary: Sequence[str]) -> PreTrainedTokeniz
 
     Ids: 0 pad, 1 eos, then the vocabulary in order, so its size is len(vocabulary) + 2. Nothing inserts a space. It is
     a word-level model behind a split by one alternation of all tokens, longest first. A regular expression takes the
-    first alternative that matches, so this IS longest match from the left, in linear time. WordPiece matches the same
+    first alternative that matches, so this is longest match from the left, in linear time. WordPiece matches the same
     way but is quadratic and turns a whole text into one unknown token; BPE follows merge ranks and Unigram the best sum
     of scores, and neither is longest match.
     There is no unknown token: a text with another character is an error when it is encoded, never silently changed.
@@ -152,13 +152,13 @@ class TextCodec:
         self._closing_ids = {*self.ends.ids, *self._appended_ids()}
         self._control_texts = tokenizer.convert_ids_to_tokens(sorted(self.control_ids))
         self._has_token_V = np.bincount(list(tokenizer.get_vocab().values())) > 0
-        self._anchors = self._find_anchors() if self._marks_the_start() else ()
+        self._anchors = self._find_anchors() if self._marks_starts() else ()
         kept: dict[int, int] = {}  # one object for each id: long prompts would hold 35 bytes a token
         self._prompt_ids = functools.lru_cache(maxsize=8192)(
             lambda text, opening: tuple(kept.setdefault(i, i) for i in self._encode_prompt(text, opening))
         )
         self._opened = functools.lru_cache(maxsize=8192)(
-            lambda text: prompting.opened_thinking(self._as_read(text), text)
+            lambda text: prompting.opened_thinking(self._prompt_text(text), text)
         )
 
     @property
@@ -195,19 +195,19 @@ class TextCodec:
         """
         return self._prompt_ids(text, opening)
 
-    def prompt_lengths(self, texts: Sequence[str], most: int | None = None) -> list[int]:
+    def prompt_lengths(self, texts: Sequence[str], limit: int | None = None) -> list[int]:
         """Number of ids that `encode_prompt` gives for each text, in a quarter of the time. ValueError as there.
 
-        With `most`, a longer text may be reported as most + 1: only the start of a very long text is encoded.
+        With `limit`, a longer text may be reported as limit + 1: only the start of a very long text is encoded.
         """
-        read = [self._as_read(text) for text in texts]
-        is_long = [most is not None and self._starts_beyond(text, most) for text in read]
+        read = [self._prompt_text(text) for text in texts]
+        is_long = [limit is not None and self._starts_beyond(text, limit) for text in read]
         some = [text for text, long in zip(read, is_long) if not long]
         try:
             ids = iter(self._ids_of_all(some, self._prompt_options))
         except Exception:  # the Rust tokenizers raise a bare Exception, and do not say for which text
-            return [most + 1 if long else len(self.encode_prompt(text)) for text, long in zip(texts, is_long)]
-        return [most + 1 if long else len(self._checked(text, next(ids))) for text, long in zip(texts, is_long)]
+            return [limit + 1 if long else len(self.encode_prompt(text)) for text, long in zip(texts, is_long)]
+        return [limit + 1 if long else len(self._checked(text, next(ids))) for text, long in zip(texts, is_long)]
 
     def _ids_of_all(self, texts: Sequence[str], options: Mapping[str, bool], num_threads: int = 1) -> list[list[int]]:
         """Result of one call of the tokenizer for all texts, with its errors, in a quarter of the time.
@@ -229,11 +229,11 @@ class TextCodec:
         with ThreadPoolExecutor(num_threads) as threads:
             return [encoding.ids for part in threads.map(fast, parts) for encoding in part]
 
-    def _starts_beyond(self, read: str, most: int) -> bool:
-        """True if a prefix of a text has more than twice `most` tokens: the whole text then has more than `most`."""
-        size = CHARACTERS_OF_A_TOKEN * most
+    def _starts_beyond(self, read: str, limit: int) -> bool:
+        """True if a prefix of a text has more than twice `limit` tokens: the whole text then has more than `limit`."""
+        size = CHARACTERS_OF_A_TOKEN * limit
         while size < len(read):
-            if len(self._encode(read[:size], **self._prompt_options)) > 2 * most:
+            if len(self._encode(read[:size], **self._prompt_options)) > 2 * limit:
                 return True
             size *= 4
         return False
@@ -283,7 +283,7 @@ class TextCodec:
         except Exception:  # the Rust tokenizers raise a bare Exception, and do not say for which text
             found = [None] * len(texts)
         return [
-            tuple(ids[len(start) :]) if text and ids and tuple(ids[: len(start)]) == start else self._tried(text)
+            tuple(ids[len(start) :]) if text and ids and tuple(ids[: len(start)]) == start else self._answer_ids(text)
             for text, ids in zip(texts, found, strict=True)
         ]
 
@@ -316,9 +316,9 @@ class TextCodec:
 
     def _encode_prompt(self, text: str, opening: str) -> tuple[int, ...]:
         if not opening:
-            return self._checked(text, self.encode_rendered(self._as_read(text)))
-        whole, begins = opened(text, self.ordinary_text.hidden(opening)), self._prompt_options["add_special_tokens"]
-        read = self._as_read(whole)
+            return self._checked(text, self.encode_rendered(self._prompt_text(text)))
+        whole = with_opening(text, self.ordinary_text.hidden(opening))
+        read, begins = self._prompt_text(whole), self._prompt_options["add_special_tokens"]
         return self._checked(whole, self.ordinary_text.encode(read, self.encode_rendered, begins=begins))
 
     def encode_rendered(self, read: str) -> list[int]:
@@ -326,17 +326,17 @@ class TextCodec:
         try:
             return self._encode(read, **self._prompt_options)
         except ValueError as error:
-            missing = [repr(sign) for sign in dict.fromkeys(read) if not self._has_tokens(sign)]
+            missing = [repr(character) for character in dict.fromkeys(read) if not self._has_tokens(character)]
             reason = f"; it has no token for {', '.join(missing[:8])}" if missing else ""
             raise ValueError(f"{error}{reason}") from error
 
-    def _has_tokens(self, sign: str) -> bool:
+    def _has_tokens(self, character: str) -> bool:
         try:
-            return bool(self._encode(sign, add_special_tokens=False) or sign.isspace())
+            return bool(self._encode(character, add_special_tokens=False) or character.isspace())
         except ValueError:
             return False
 
-    def _as_read(self, text: str) -> str:
+    def _prompt_text(self, text: str) -> str:
         """Text of a task inside the template of this agent."""
         if not self.prompting.chat_template:
             return self.prompting.without_template(text)
@@ -360,9 +360,9 @@ class TextCodec:
         return self.rendered_chat(self.prompting.messages(text), given, opens_answer=True)
 
     def rendered_chat(self, chat: Chat, given: Mapping[str, Any], *, opens_answer: bool) -> str:
-        """Text of messages inside the chat template, with the arguments `given`; True opens the assistant's turn.
+        """Text of messages inside the chat template, with the arguments `given`.
 
-        ValueError if the template refuses them or fails.
+        `opens_answer` adds the start of the assistant's turn. ValueError if the template refuses them or fails.
         """
         template = self._template
         try:
@@ -398,11 +398,11 @@ class TextCodec:
         folder = Path(tokenizer.name_or_path) if tokenizer.name_or_path else None
         if self.prompting.chat_template:
             steering = sorted({*control_ids(tokenizer), *(named_ends(folder)[1] if folder is not None else ())})
-            texts = [self._tried_chat(chat) for chat in chats_with_answer(self.prompting.messages(QUESTION))]
+            texts = [self._chat_text(chat) for chat in chats_with_answer(self.prompting.messages(QUESTION))]
             written = written_ends(texts, dict(zip(tokenizer.convert_ids_to_tokens(steering), steering)))
         return answer_ends(folder, tokenizer.eos_token_id, written, tokenizer.bos_token_id)
 
-    def _tried_chat(self, chat: Chat) -> str | None:
+    def _chat_text(self, chat: Chat) -> str | None:
         """Text of a chat that holds an answer already; None if the template refuses it, which no prompt needs."""
         try:
             return self.rendered_chat(chat, self.prompting.template_kwargs, opens_answer=False)
@@ -446,7 +446,7 @@ class TextCodec:
     def _plain_ids(self, text: str) -> tuple[int, ...]:
         return tuple(self._encode(text, **PLAIN)) if text else ()
 
-    def _tried(self, text: str) -> tuple[int, ...] | None:
+    def _answer_ids(self, text: str) -> tuple[int, ...] | None:
         try:
             return self.encode_answer(text, ended=False)
         except ValueError:
@@ -455,7 +455,7 @@ class TextCodec:
     def _text(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    def _marks_the_start(self) -> bool:
+    def _marks_starts(self) -> bool:
         """True if a text encoded by itself decodes differently after another: "x" then "x" decodes to "x x"."""
         for probe in filter(self._can_write, PROBES):
             ids = self._plain_ids(probe)
@@ -483,7 +483,7 @@ class TextCodec:
         return tuple((anchor, self._plain_ids(anchor)) for anchor in usable)
 
 
-def opened(text: str, opening: str) -> str:
+def with_opening(text: str, opening: str) -> str:
     """A task's text with an environment's opening behind it."""
     chat = messages_of(text)
     if chat is None:
@@ -514,13 +514,13 @@ def longest_encodings(
 ) -> Callable[[Sequence[str], int], list[int]]:
     """Function from texts to the highest number of tokens that any agent needs for each.
 
-    Its second argument is the `most` of `prompt_lengths`. Its ValueError names the agent.
+    Its second argument is the `limit` of `prompt_lengths`. Its ValueError names the agent.
     """
 
-    def lengths(agent: AgentConfig, codec: TextCodec, texts: Sequence[str], most: int) -> list[int]:
+    def lengths(agent: AgentConfig, codec: TextCodec, texts: Sequence[str], limit: int) -> list[int]:
         try:
-            return codec.prompt_lengths(texts, most)
+            return codec.prompt_lengths(texts, limit)
         except ValueError as error:
             raise ValueError(f"agents.{agent.name}: {error}") from error
 
-    return lambda texts, most: list(map(max, zip(*(lengths(*pair, texts, most) for pair in zip(agents, codecs)))))
+    return lambda texts, limit: list(map(max, zip(*(lengths(*pair, texts, limit) for pair in zip(agents, codecs)))))

@@ -42,28 +42,28 @@ from hacpo_mega.records import Prompt
 from hacpo_mega.samples.tokenizers import TextCodec, agent_codecs, longest_encodings
 from hacpo_mega.trainer.joint_checkpoint import agree_on_start
 from hacpo_mega.trainer.observers import (
-    Diagnosis,
+    GradientDiagnosis,
     Observer,
-    OwnMetrics,
     Rates,
     TrackedAnswers,
-    Verification,
+    UserMetrics,
+    WeightVerification,
     num_gpus,
     peak_flops,
 )
 from hacpo_mega.trainer.phases import Phases
 from hacpo_mega.trainer.rollout_judge import RolloutJudge
 
-MOST_SAID = 3  # differences between two nodes
+MAX_SHOWN = 3  # differences between two nodes
 
 
 @dataclass(frozen=True)
 class JoinedJob:
     """The job as this rank has joined it, before a model is loaded.
 
-    config   as the user wrote it, with the time at which the clocks of chat templates stand
-    lock     the run's, on rank 0
-    start    the checkpoint that the run goes on from
+    config   the user's, with the time at which the clocks of chat templates stand
+    lock     the run's, on rank 0; None elsewhere
+    start    the checkpoint that the run goes on from; None for a new run
     """
 
     config: Config
@@ -83,7 +83,7 @@ class JoinedJob:
         return self.start is not None and self.start.folder == folder_of(self.config.run_dir, self.start.step)
 
 
-def join_job(config: Config, how: StartOptions, parts: StartParts, stack: ExitStack) -> JoinedJob:
+def join_job(config: Config, options: StartOptions, parts: StartParts, stack: ExitStack) -> JoinedJob:
     """Joins the job, and agrees with its ranks on where the run starts. Collective over the job.
 
     An error inside `stack` ends the job with the name of this rank and its phase.
@@ -92,11 +92,11 @@ def join_job(config: Config, how: StartOptions, parts: StartParts, stack: ExitSt
     parts.joined(place.spans)
     is_first = place.coordinate.global_rank == 0
     lock = None
-    if is_first:  # even if a signal kills it, it records that and releases the lock
+    if is_first:  # a killed run, too, records its end and releases the lock
         lock = stack.enter_context(RunLock(config.run_dir))
         place.watchdog.on_termination = partial(record_termination, config.run_dir)
         place.at_end(lock.leave)
-    start = agree_on_start(place, config, **how)
+    start = agree_on_start(place, config, **options)
     if start is not None:
         config = with_times_of(config, start.config)
     # The time of chat templates' clocks is the resumed run's, else rank 0's current time.
@@ -115,7 +115,11 @@ def join_job(config: Config, how: StartOptions, parts: StartParts, stack: ExitSt
 
 @dataclass(frozen=True)
 class RunData:
-    """Training prompts, how many others are too long for an agent, held-out prompts likewise, and agents' codecs."""
+    """Prompts that every agent can read, and the agents' codecs.
+
+    prompts, num_dropped           for training, and the number left out as too long
+    held_out, num_not_held_out     for evaluation, likewise
+    """
 
     prompts: PromptSampler
     num_dropped: int
@@ -139,8 +143,8 @@ def load_agent(job: JoinedJob, sampler: Callable[..., Sampler]) -> tuple[Agent |
     if place.trains:
         agent = Agent(spec, place, config, job.start, sampler=sampler)
         return agent, agent.rollout
-    fit = {"step": job.steps_done, "agents_on_device": require_fit(spec, place, config)}
-    return None, RolloutClient(spec, place, config, None, **fit, sampler=sampler)
+    step, agents_on_device = job.steps_done, require_fit(spec, place, config)
+    return None, RolloutClient(spec, place, config, None, step=step, agents_on_device=agents_on_device, sampler=sampler)
 
 
 def say_agents(job: JoinedJob, agent: Agent | None, rollout: RolloutClient, data: RunData) -> None:
@@ -148,8 +152,8 @@ def say_agents(job: JoinedJob, agent: Agent | None, rollout: RolloutClient, data
     place, console = job.place, job.console
     layers = [line.decode() for line in place.gather_to_first(b"" if agent is None else agent.backend_summary.encode())]
     console.say(f"layers: {'; '.join(filter(None, dict.fromkeys(layers)))}")
-    for mine in rollout.summaries:
-        for line in filter(None, dict.fromkeys(place.gather_to_first(mine.encode()))):
+    for summary in rollout.summaries:
+        for line in filter(None, dict.fromkeys(place.gather_to_first(summary.encode()))):
             console.say(line.decode())
     if data.num_dropped:
         console.say(f"{data.num_dropped} prompts dropped: longer than rollout.max_prompt_tokens for some agent")
@@ -176,29 +180,29 @@ def _say_begin(console: Console, config: Config, start: Checkpoint | None, *, is
 
 
 def require_same_inputs(place: Place, config: dict[str, Any], contents: Inputs | None) -> None:
-    """ValueError on every rank when one has another configuration, or files of other contents, than rank 0.
+    """ValueError on every rank if one has another configuration, or files of other contents, than rank 0.
 
-    Different copies on two nodes would train together unnoticed: answers are matched by a prompt's number, and an
-    optimizer spreads its share of the weights to all cells. A branch of the Hub may move between the downloads of two
-    nodes. `contents` is None where another rank of the node reads it. Collective.
+    Nothing later would notice: answers are matched by a prompt's number, and an optimizer spreads its share of the
+    weights to all cells. A branch of the Hub, for one, may move between the downloads of two nodes. `contents` are the
+    digests of the node's files, on its first rank; None on the others. Collective over the job.
     """
-    mine = json.loads(json.dumps(config))
-    first, of_first = json.loads(place.share_in_job(json.dumps([config, contents]).encode()))
-    apart = [f"{change.key} = {change.now} where rank 0 has {change.before}" for change in changes(first, mine)]
-    for key, files in {} if contents is None or of_first is None else contents.items():
-        other = [name for name, digest in files.items() if of_first.get(key, {}).get(name) != digest]
-        apart += [f"other contents of {key} ({some(other)}) than rank 0"] if other else []
+    own_config = json.loads(json.dumps(config))  # as rank 0's arrives
+    first_config, first_contents = json.loads(place.share_in_job(json.dumps([config, contents]).encode()))
+    differences = [f"{one.key} = {one.now} where rank 0 has {one.before}" for one in changes(first_config, own_config)]
+    for key, digests in {} if contents is None else contents.items():
+        other = [name for name, digest in digests.items() if first_contents.get(key, {}).get(name) != digest]
+        differences += [f"other contents of {key} ({some(other)}) than rank 0"] if other else []
     remedy = "give all nodes the same keys and files, and models by their commit (NAME@COMMIT)"
-    found = f"rank {place.coordinate.global_rank} has {'; '.join(apart[:MOST_SAID])}: {remedy}"
-    if problem := place.first_message(found if apart else None):
+    text = f"rank {place.coordinate.global_rank} has {'; '.join(differences[:MAX_SHOWN])}: {remedy}"
+    if problem := place.first_message(text if differences else None):
         raise ValueError(problem)
 
 
-def load_judge(job: JoinedJob, kind: Callable[..., RolloutJudge], data: RunData, stack: ExitStack) -> RolloutJudge:
+def load_judge(job: JoinedJob, factory: Callable[..., RolloutJudge], data: RunData, stack: ExitStack) -> RolloutJudge:
     """The cell's judge of rollouts. Collective over the job.
 
-    ValueError for data rows without a field that a grader asks for, and for a reward whose trial on the first prompts
-    fails. Rank 0 tries it, but never calls a server.
+    ValueError for data rows without a field that a grader asks for, and for a reward that fails on the first prompts.
+    Rank 0 alone tries it, and not a reward that would call a server.
     """
     place, reward = job.place, job.config.reward
     judge = stack.enter_context(judge_of(reward))
@@ -213,14 +217,17 @@ def load_judge(job: JoinedJob, kind: Callable[..., RolloutJudge], data: RunData,
             job.console.say(line)
     if problem := place.first_message(refusal):
         raise ValueError(problem)
-    options = {"while_sampling": reward.while_sampling, "is_leader": place.is_leader, "agent": agent}
     environment = environment_of(job.config.conversation, has_roles=bool(job.config.roles))
-    options |= {
-        "opened": data.codecs[place.agent].opened_thinking,
-        "of_environment": partial(environment_judgement, reward),
-        "last_error": lambda: "" if environment is None else environment.last_error,
-    }
-    return stack.enter_context(kind(judge, **options))
+    rollout_judge = factory(
+        judge,
+        while_sampling=reward.while_sampling,
+        is_leader=place.is_leader,
+        agent=agent,
+        opened_thinking=data.codecs[place.agent].opened_thinking,
+        judge_reward=partial(environment_judgement, reward),
+        last_error=lambda: "" if environment is None else environment.last_error,
+    )
+    return stack.enter_context(rollout_judge)
 
 
 def config_observers(
@@ -228,17 +235,17 @@ def config_observers(
 ) -> Iterator[Observer]:
     """Observers of weights, gradients and answers that the configuration asks for."""
     names = [agent.name for agent in config.agents]
-    yield Verification(config.training.verify_weights_every, rollout, phase)
+    yield WeightVerification(config.training.verify_weights_every, rollout, phase)
     if agent is not None and config.diagnoses:
-        yield Diagnosis(config.training.diagnose_every, agent, metrics, phase, names)
+        yield GradientDiagnosis(config.training.diagnose_every, agent, metrics, phase, names)
     if config.logging.metrics:
-        yield OwnMetrics(config.logging.metrics)
+        yield UserMetrics(config.logging.metrics)
     if trackers:
         yield TrackedAnswers(trackers, config.logging.tracked_prompts, names)
 
 
 def rate_observers(config: Config, agent: Agent | None, rollout: RolloutClient) -> Iterator[Observer]:
-    """Observer of GPU utilisation, if all GPUs are of one known kind. Collective over the job."""
+    """Observer of rates per GPU, if all GPUs are of one known type. Collective over the job."""
     place = rollout.place
     if place.device.type != "cuda":
         return

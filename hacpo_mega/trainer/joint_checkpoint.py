@@ -56,29 +56,29 @@ from hacpo_mega.trainer.joint_disk import JointDisk, disk_error
 Files = dict[str, dict[str, int | str]]
 
 
-def agree_on_start(place: Place, config: Config, **how: Unpack[StartOptions]) -> Checkpoint | None:
+def agree_on_start(place: Place, config: Config, **options: Unpack[StartOptions]) -> Checkpoint | None:
     """`find_start` for the whole job, with every byte checked against its checksum. Collective over the job.
 
     Rank 0 chooses the step, so all ranks resume from one, whatever a shared file system shows them; all verify. With
     `last_whole`, damaged steps are skipped and, once a whole one is found, moved aside and named.
     """
     is_first, damaged = place.coordinate.global_rank == 0, dict[int, str]()
-    last_whole = how.get("last_whole", False)
+    last_whole = options.get("last_whole", False)
     while True:
         payload = None
         if is_first:
-            found = start_with_same_inputs(config, **how, but=damaged)
-            require_room(config, fresh=how.get("fresh", False))
+            found = start_with_same_inputs(config, **options, damaged=damaged)
+            require_room(config, fresh=options.get("fresh", False))
             if found is not None and found.folder == folder_of(config.run_dir, found.step):
                 require_readable_metrics(config.run_dir)
             payload = json.dumps(None if found is None else [str(found.folder), found.text()]).encode()
-        answer = json.loads(place.share_in_job(payload))
-        if answer is None:
+        shared = json.loads(place.share_in_job(payload))
+        if shared is None:
             return None
-        found = Checkpoint.parse(Path(answer[0]), answer[1])
+        found = Checkpoint.parse(Path(shared[0]), shared[1])
         share = slice(place.coordinate.global_rank, None, place.rank_map.world_size)
         is_own = found.folder == folder_of(config.run_dir, found.step)
-        if (problem := place.first_message(next(found.altered(share), None))) is None:
+        if (problem := place.first_message(next(found.content_problems(share), None))) is None:
             break
         if not (is_own and last_whole):
             raise ValueError(f"{problem}. {older_step_offered(found.folder.parent.parent, found.step)}")
@@ -86,19 +86,18 @@ def agree_on_start(place: Place, config: Config, **how: Unpack[StartOptions]) ->
     if is_first:
         for name in found.agents:  # refuses a forged index before a model is loaded
             read_index(found.folder / name)
-    if is_first and is_own and last_whole:
-        for line in set_aside(config.run_dir, found.step, damaged):
+        for line in set_aside(config.run_dir, found.step, damaged) if is_own and last_whole else ():
             warn(line)
     return found
 
 
 @dataclass(frozen=True)
 class RunState:
-    """State of a run between two steps on this rank, beside the agents' weights and optimizers.
+    """State of a run between two steps on this rank, without the agents' weights and optimizers.
 
     accuracy           mean reward on held-out prompts, over the agents; None if the last step had no evaluation
-    capability         state of its tracker
-    num_skipped        consecutive skipped updates at the end of the agent's history
+    capability         CapabilityTracker's state
+    num_skipped        skipped updates in a row up to now
     alarms             StepReport's state
     ready              prefetched answers to the next step's prompts, with rollout.one_step_off
     """
@@ -113,7 +112,12 @@ class RunState:
 
 @dataclass(frozen=True)
 class _Pending:
-    """A checkpoint in progress: its state, its folders, and the files that this rank's thread will have written."""
+    """A checkpoint in progress.
+
+    folder, writing   its path once committed, and until then
+    counts            this rank's fields of AgentState
+    files             those that this rank's thread writes
+    """
 
     state: RunState
     folder: Path
@@ -123,39 +127,39 @@ class _Pending:
 
 
 class TerminationRequested(Exception):
-    """The run ends before its last step because of the signal of this number; its last finished step is on disk."""
+    """A signal, whose number it holds, ends the run before its last step; its last finished step is on disk."""
 
 
 class JointCheckpoint:
     """This rank's part in the checkpoints of a run.
 
-    safe_step   step that the run would resume from if it died now; 0 is its start
-    lost        why the run's last step could not be saved, after the full wait; None if it was saved
+    safe_step         step that the run would resume from if it died now; 0 is its start
+    last_step_error   why the run's last step could not be saved, after the full wait; None if it was saved
     """
 
-    lost: str | None
+    last_step_error: str | None
 
     def __init__(
         self, place: Place, config: Config, agent: Agent | None, disk: JointDisk, state: RunState, *, is_on_disk: bool
     ) -> None:
-        """`state` is the run's state at the start; `is_on_disk` says whether its own folder has a checkpoint of it.
+        """`state` is the run's state at the start; `is_on_disk`: its own folder has a checkpoint of it.
 
         `agent` is None on a rank that only generates: it takes part in every agreement, and writes nothing.
         """
         self._place, self._config, self._agent, self._disk = place, config, agent, disk
         self._is_first, self._name = place.coordinate.global_rank == 0, place.coordinate.agent_name
-        # As loaded: a folder or a file may be made anew while the run goes on.
+        # Digests as of now, when they are loaded: a folder or a file may be replaced while the run goes on.
         self._models, self._inputs = (model_digests(config), run_inputs(config)) if self._is_first else ({}, {})
-        self._last = time.monotonic()
+        self._begun_at = time.monotonic()
         self._state = state
-        self._is_due, self.lost = False, None
+        self._is_due, self.last_step_error = False, None
         self._unremoved: set[str] = set()  # warnings already given about expired steps
         self._pending: _Pending | None = None
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._set_safe(state.steps_done if is_on_disk else 0)
 
-    def settle(self, state: RunState) -> None:
-        """Registers the state after a finished step; later checkpoints save it, however far the next step has come."""
+    def set_state(self, state: RunState) -> None:
+        """Sets the state after a finished step, which checkpoints save even while the next step is in progress."""
         self._state = state
 
     def has_work(self) -> bool:
@@ -163,54 +167,55 @@ class JointCheckpoint:
         self._is_due = self._falls_due()
         return self._is_due or self._pending is not None
 
-    def go_on(self) -> None:
+    def advance(self) -> None:
         """Commits a checkpoint that all ranks have written, and begins the next if it is due. Collective.
 
-        Waits for the previous one, so that two never overlap, and for the run's last one, which also waits for room.
+        Before it begins one it waits for the previous one, so that two never overlap. The run's last one is complete
+        when it returns, and waits for room on the disk.
         """
         if self._pending and (self._is_due or self._all_have_written(self._pending)):
             self._try(self._commit)
-        if self._is_due and self._is_sound():
+        if self._is_due and self._is_finite():
             is_last = self._state.steps_done == self._config.num_steps
-            at_once = self._begin if self._config.checkpoint.asynchronous else self._save
-            problem = self._try(partial(self._disk.patiently, self._save) if is_last else at_once)
-            self.lost = problem if is_last else None
+            save = self._begin if self._config.checkpoint.asynchronous else self._save
+            problem = self._try(partial(self._disk.patiently, self._save) if is_last else save)
+            self.last_step_error = problem if is_last else None
 
-    def keep(self) -> None:
+    def save_now(self) -> None:
         """Blocks until the last finished step, if there is one, is on disk. Collective over the job.
 
         The agents are written as they are: none may have learnt since.
         """
         if self._pending:
             self._try(self._commit)
-        if self._state.steps_done != self.safe_step and self._is_sound():
+        if self._state.steps_done != self.safe_step and self._is_finite():
             self._try(self._save)
 
     def _falls_due(self) -> bool:
-        when, steps_done = self._config.checkpoint, self._state.steps_done
+        config, steps_done = self._config.checkpoint, self._state.steps_done
         if steps_done == self._config.num_steps:
-            return when.is_on
-        if when.every_steps and steps_done % when.every_steps == 0:
+            return config.is_on
+        if config.every_steps and steps_done % config.every_steps == 0:
             return True
-        if not when.every_minutes:
+        if not config.every_minutes:
             return False
-        # Clocks differ: one rank's decides.
-        is_late = time.monotonic() - self._last >= 60.0 * when.every_minutes
+        # Clocks differ: rank 0's decides.
+        is_late = time.monotonic() - self._begun_at >= 60.0 * config.every_minutes
         return self._place.share_in_job(b"1" if is_late else b"0") == b"1"
 
-    def _is_sound(self) -> bool:
-        """True if every agent's state is finite: a broken one must not displace steps worth going back to. Collective.
+    def _is_finite(self) -> bool:
+        """True if every agent's state is finite: a broken one must not displace the steps before it. Collective.
 
-        If it is not, a warning says so; training goes on until training.max_skipped_updates ends it.
+        If it is not, a warning is printed; training goes on until training.max_skipped_updates ends it.
         """
-        found = self._place.first_message(self._agent and self._agent.not_finite())
-        if found:
-            why = f"there is no checkpoint of step {self._state.steps_done}: {found}"
-            self._disk.say(f"warning: {why}; {self._disk.outlook(self.safe_step)}")
-        return not found
+        problem = self._place.first_message(self._agent and self._agent.not_finite())
+        if problem:
+            text = f"there is no checkpoint of step {self._state.steps_done}: {problem}"
+            self._disk.say(f"warning: {text}; {self._disk.outlook(self.safe_step)}")
+        return not problem
 
     def _try(self, save: Callable[[], None]) -> str | None:
-        """Calls `save`; returns the disk's refusal if there is one. Training goes on and older checkpoints stay."""
+        """Calls `save`; returns, and prints, the disk's refusal. Training goes on, and older checkpoints stay."""
         try:
             return save()
         except OSError as problem:
@@ -219,7 +224,7 @@ class JointCheckpoint:
             self._set_safe(self.safe_step)  # its folder may be gone
             return text
 
-    # A save or a commit below raises OSError, on every rank, where the disk refuses it or logs wait to be written.
+    # The methods below raise OSError, on every rank, if the disk refuses a write or logs wait to be written.
 
     def _save(self) -> None:
         """Saves the last finished step and waits for it."""
@@ -242,7 +247,7 @@ class JointCheckpoint:
             counts, write = self._agent.save(writing / self._name, copies=self._config.checkpoint.asynchronous)
             files = self._writer.submit(self._write, write, writing, self._state.ready)
         self._pending = _Pending(self._state, folder, writing, counts, files)
-        self._last = time.monotonic()
+        self._begun_at = time.monotonic()
 
     def _commit(self) -> None:
         """Waits until all ranks have written, commits the checkpoint, and removes expired ones. Collective."""
@@ -251,9 +256,9 @@ class JointCheckpoint:
         with self._removed_if_refused(pending.writing):
             # If no rank reports a problem, all shards are on disk.
             self._disk.attempt_write(self._finish, pending, message)
-            words = [json.loads(word) for word in self._place.gather_to_first(json.dumps(message).encode())]
+            messages = [json.loads(payload) for payload in self._place.gather_to_first(json.dumps(message).encode())]
             self._disk.require_folder()
-            self._disk.attempt(self._seal, pending, words)
+            self._disk.attempt(self._commit_on_first, pending, messages)
         self._set_safe(pending.state.steps_done)
 
     @contextmanager
@@ -289,40 +294,40 @@ class JointCheckpoint:
             raise RuntimeError(f"{writing}: {error}") from error
         if ready is not None and self._place.is_leader:
             ready.write(writing / self._name / f"__{self._place.coordinate.world_rank}{SUFFIX}")
-        return self._states_of(writing, self._is_own_shard)
+        return self._file_states(writing, self._is_own_shard)
 
     def _finish(self, pending: _Pending, message: dict[str, Any]) -> None:
         """Adds this rank's files and counts to `message`."""
-        files = pending.files.result() | self._states_of(pending.writing, self._is_index)
+        files = pending.files.result() | self._file_states(pending.writing, self._is_index)
         state = pending.state
         counts = pending.counts | {"num_skipped": state.num_skipped}
         message |= {"counts": counts, "alarms": [state.alarms] if self._place.is_leader else [], "files": files}
 
-    def _seal(self, pending: _Pending, words: Sequence[dict[str, Any]]) -> None:
+    def _commit_on_first(self, pending: _Pending, messages: Sequence[dict[str, Any]]) -> None:
         if self._is_first:
-            commit(pending.writing, self._record(pending.folder, pending.state, words))
+            commit(pending.writing, self._record(pending.folder, pending.state, messages))
             keep = self._config.checkpoint.model_dump(include={"keep_last", "keep_every", "keep_best"})
-            stay: set[str] = set()
+            unremoved: set[str] = set()
             with suppress(OSError):  # the next commit removes what is left
-                stay = set(remove_old(self._config.run_dir, **keep))
-            for line in sorted(stay - self._unremoved):
+                unremoved = set(remove_old(self._config.run_dir, **keep))
+            for line in sorted(unremoved - self._unremoved):
                 self._disk.say(f"warning: {line}")
-            self._unremoved = stay
+            self._unremoved = unremoved
 
-    def _states_of(self, writing: Path, is_wanted: Callable[[str], bool]) -> Files:
+    def _file_states(self, writing: Path, is_wanted: Callable[[str], bool]) -> Files:
         """Size and SHA-256 of the agent's files with a wanted name, all synced."""
-        found = {}
+        states = {}
         for path in sorted((writing / self._name).iterdir()):
             if is_wanted(path.name):
                 sync(path)
-                found[path.relative_to(writing).as_posix()] = asdict(FileState(path.stat().st_size, file_sha256(path)))
-        return found
+                states[path.relative_to(writing).as_posix()] = asdict(FileState(path.stat().st_size, file_sha256(path)))
+        return states
 
     def _is_own_shard(self, name: str) -> bool:
         return name.startswith(f"__{self._place.coordinate.world_rank}_")
 
     def _is_index(self, name: str) -> bool:
-        """True for files that are nobody's shard, on the agent's first rank, which owns them."""
+        """True on the agent's first rank for files that are no rank's shard."""
         return self._place.coordinate.agent_rank == 0 and not name.startswith("__")
 
     @property
@@ -341,7 +346,7 @@ class JointCheckpoint:
         if self._config.checkpoint.is_on:
             self._place.watchdog.exit_message = self.outlook
 
-    def _record(self, folder: Path, state: RunState, words: Sequence[dict[str, dict]]) -> Checkpoint:
+    def _record(self, folder: Path, state: RunState, messages: Sequence[dict[str, dict]]) -> Checkpoint:
         return Checkpoint(
             folder=folder,
             step=state.steps_done,
@@ -351,12 +356,12 @@ class JointCheckpoint:
             inputs=self._inputs,
             capability=state.capability,
             accuracy=state.accuracy,
-            agents={agent.name: _agent_state(agent.name, words) for agent in self._config.agents},
-            files={path: FileState(**file) for word in words for path, file in word["files"].items()},
+            agents={agent.name: _agent_state(agent.name, messages) for agent in self._config.agents},
+            files={path: FileState(**file) for one in messages for path, file in one["files"].items()},
         )
 
 
-def _agent_state(name: str, words: Sequence[dict[str, Any]]) -> AgentState:
+def _agent_state(name: str, messages: Sequence[dict[str, Any]]) -> AgentState:
     """An agent's state from its ranks' messages, which are in the order of ranks, and so of its cells."""
-    own = [word for word in words if word["agent"] == name]
-    return AgentState(**own[0]["counts"], alarms=[alarms for word in own for alarms in word["alarms"]])
+    own = [message for message in messages if message["agent"] == name]
+    return AgentState(**own[0]["counts"], alarms=[alarms for message in own for alarms in message["alarms"]])

@@ -1,7 +1,7 @@
 """Disk errors of a job: all ranks learn of one, and the end of a run waits for room.
 
-A rank must not leave a collective that the others are in: problems are agreed on first, then raised. Waiting is only
-for what a person or the machine may mend (MENDABLE); anything else, such as a name that is too long, ends the run at
+A rank must not leave a collective that the others are in: problems are agreed on first, then raised. A run waits only
+for problems that a person or the machine may mend (MENDABLE); any other, such as a name that is too long, ends it at
 once.
 
 Elsewhere: sizes (disk_space.py), unwritten logs (logbook/files/backlog.py), checkpoints (joint_checkpoint.py).
@@ -27,8 +27,8 @@ SLOWEST_BYTES_PER_S = 50e6
 MENDABLE = frozenset(
     (
         *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG),  # room, quota, a limit on the size of files
-        *(errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.EBUSY),  # out of order, or closed for now
-        *(errno.ENOENT, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ENOTCONN),  # away
+        *(errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.EBUSY),  # failing, or without access for now
+        *(errno.ENOENT, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ENOTCONN),  # not mounted
         *(errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ECONNREFUSED, errno.ECONNRESET),
         *(errno.EAGAIN, errno.EINTR, errno.ENOMEM),
     )
@@ -39,13 +39,13 @@ class JointDisk:
     """The disk of a run, as all ranks of its job see it.
 
     logs      this rank's writer into the run folder     say   prints a message for a person, on every rank
-    is_away   whether, at the last check, any rank found another folder or none at `run_dir`
+    is_away   whether, at the last check, any rank found another folder at `run_dir`, or none
     """
 
     def __init__(self, place: Place, config: Config, logs: RunFolder, say: Callable[[str], None]) -> None:
         self._place, self._config, self._logs, self.say = place, config, logs, say
         self.is_away = False
-        self._patience_s = export_bytes(config) / SLOWEST_BYTES_PER_S  # now: a model's folder may be moved later
+        self._write_s = export_bytes(config) / SLOWEST_BYTES_PER_S  # read now: a model's folder may be moved later
 
     def require_logs(self) -> None:
         """OSError on every rank while any rank has unwritten logs, or the run's folder is away. Collective."""
@@ -57,10 +57,10 @@ class JointDisk:
 
         RunStopped if another job has taken it.
         """
-        found = self._place.first_message(self._logs.misplaced())
-        self.is_away = found is not None
-        if found:
-            raise disk_error(errno.ESTALE, found)
+        problem = self._place.first_message(self._logs.misplaced())
+        self.is_away = problem is not None
+        if problem:
+            raise disk_error(errno.ESTALE, problem)
 
     def attempt(self, function: Callable[..., None], *arguments: Any) -> None:
         """Calls `function` on every rank; OSError on every rank if one of them got one. Collective.
@@ -70,18 +70,18 @@ class JointDisk:
         self.agree(*_refusal(function, *arguments))
 
     def attempt_write(self, function: Callable[..., None], *arguments: Any) -> None:
-        """`attempt` for what writes a model or its state: finished ranks wait as long as a slow disk needs."""
+        """`attempt` for a function that writes a model or its state: ranks meet after it, however slow the disk is."""
         refusal = _refusal(function, *arguments)
-        self._place.meet(self._patience_s)
+        self._place.meet(self._write_s)
         self.agree(*refusal)
 
     def agree(self, problem: str | None, number: int | None = None) -> None:
         """OSError on every rank of the job, with the first problem of any of them. Collective.
 
-        `number` is the kernel's errno; without one the problem counts as one to wait for.
+        `number` is the kernel's errno; a problem without one counts as a full disk, and so as one to wait for.
         """
-        if found := self._place.first_message(problem and f"{number or 0} {problem}"):
-            code, _, text = found.partition(" ")
+        if first := self._place.first_message(problem and f"{number or 0} {problem}"):
+            code, _, text = first.partition(" ")
             raise disk_error(int(code), text)
 
     def has(self, step: int) -> bool:
@@ -95,9 +95,9 @@ class JointDisk:
         return f"step {safe_step} is safe"
 
     def patiently(self, function: Callable[[], None]) -> None:
-        """Retries `function`, which fails on all ranks or none, until it succeeds or times out (`wait_for_room_s`).
+        """Retries `function`, which fails on all ranks or none, until it succeeds or `wait_for_room_s` are over.
 
-        Raises at once if waiting mends nothing. For the end of a run: a disk that can be cleared must not cost its
+        Raises at once an error that is not MENDABLE. For the end of a run: a disk that can be cleared must not cost its
         weights.
         """
         deadline, is_said = time.monotonic() + self._config.checkpoint.wait_for_room_s, False
@@ -108,29 +108,30 @@ class JointDisk:
                 if problem.errno not in MENDABLE:
                     raise
                 left_s = max(0.0, deadline - time.monotonic())
-                if self._place.share_in_job(b"1" if left_s else b"") == b"":  # clocks differ: one rank's decides
+                if self._place.share_in_job(b"1" if left_s else b"") == b"":  # clocks differ: rank 0's decides
                     raise
                 if not is_said:
                     self.say(f"warning: {problem}: waiting for room, for {left_s:.0f} s at most")
             is_said = True
             time.sleep(min(RETRY_S, left_s))
 
-    def export(self, agent: Agent | None, safe_step: int, lost: str | None) -> None:
+    def export(self, agent: Agent | None, safe_step: int, problem: str | None) -> None:
         """Writes every agent as a Hugging Face folder. RunStopped if the disk has had no room for too long.
 
-        `lost` is why the last step could not be saved, after the full wait: the agents are exported, then RunStopped.
+        `problem` is why the last step could not be saved. The wait for room is over then: the agents are exported
+        without another one, and RunStopped follows.
         """
         try:
-            if lost is None:
+            if problem is None:
                 self.patiently(lambda: self._export(agent))
             else:
                 self._export(agent)
-        except OSError as problem:
+        except OSError as error:
             raise RunStopped(
-                f"the agents are not exported: {problem}; {self.outlook(safe_step)}. Make room, start the run again"
-            ) from problem
-        if lost is not None:
-            raise RunStopped(f"{lost}. The agents are exported. Make room, start the run again for its last steps")
+                f"the agents are not exported: {error}; {self.outlook(safe_step)}. Make room, start the run again"
+            ) from error
+        if problem is not None:
+            raise RunStopped(f"{problem}. The agents are exported. Make room, start the run again for its last steps")
 
     def _export(self, agent: Agent | None) -> None:
         run_dir = self._config.run_dir

@@ -31,11 +31,11 @@ from hacpo_mega.logbook.files.trackers import Trackers
 from hacpo_mega.logbook.step_report import StepReport, StepResult
 from hacpo_mega.logbook.steps.step_metrics import add_diagnosis, add_held_out
 from hacpo_mega.models.flops import PEAK_TFLOPS, learning_flops, shared_learning_flops
-from hacpo_mega.records import Pool, Prompt, Sample, UpdateStats
+from hacpo_mega.records import Pool, Prompt, Sample, Trajectory, UpdateStats
 from hacpo_mega.trainer.phases import Phases
 from hacpo_mega.trainer.rollout_judge import RolloutJudge
 
-LOOK_S = 5.0  # for a report, between two signs of life to the other ranks
+REPORT_POLL_S = 5.0  # between two messages of rank 0, which waits for a report, to the other ranks
 
 
 class Observer:
@@ -63,28 +63,28 @@ class Observer:
     def after_publishing(self, step: int) -> None:
         """Called when the engine has the new weights."""
 
-    def before_writing(self, step: int, found: StepResult) -> None:
+    def before_writing(self, step: int, result: StepResult) -> None:
         """Called when the step is complete, before it is written."""
 
 
 class Observers:
-    """Several observers, called one after the other at every moment that `Observer` names."""
+    """Several observers as one: a method of `Observer`, called here, is called on each of them in order."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._all = tuple(observers)
 
-    def __getattr__(self, moment: str) -> Callable[..., None]:
-        """The method that calls every observer's; AttributeError for what is no moment."""
-        getattr(Observer, moment)
-        return partial(self._call, moment)
+    def __getattr__(self, method: str) -> Callable[..., None]:
+        """Function that calls this method of every observer; AttributeError for a name that `Observer` lacks."""
+        getattr(Observer, method)
+        return partial(self._call, method)
 
-    def _call(self, moment: str, *what: Any) -> None:
+    def _call(self, method: str, *arguments: Any) -> None:
         for observer in self._all:
-            getattr(observer, moment)(*what)
+            getattr(observer, method)(*arguments)
 
 
-class Diagnosis(Observer):
-    """Compares own and cross gradients of every update of every n-th step."""
+class GradientDiagnosis(Observer):
+    """Compares the gradients of own and others' answers in every update of every n-th step."""
 
     def __init__(self, every: int, agent: Agent, metrics: Metrics, phase: Phases,
                  names: Sequence[str]) -> None:  # fmt: skip
@@ -96,12 +96,12 @@ class Diagnosis(Observer):
         if step % self._every:
             return
         with self._phase("diagnose"):
-            found = self._agent.diagnose(update, m, step)
+            products = self._agent.diagnose(update, m, step)
         if self._agent.rollout.place.is_leader:
-            add_diagnosis(self._metrics, found, self._agent.index, self._names)
+            add_diagnosis(self._metrics, products, self._agent.index, self._names)
 
 
-class Verification(Observer):
+class WeightVerification(Observer):
     """Ends the run if an engine's weights differ from its actor's."""
 
     def __init__(self, every: int, rollout: RolloutClient, phase: Phases) -> None:
@@ -122,7 +122,7 @@ class Verification(Observer):
             self._rollout.verify_weights()
 
 
-class Evaluation(Observer):
+class HeldOutEvaluation(Observer):
     """Greedy answers to the held-out prompts, which the agent's cells share among themselves."""
 
     def __init__(self, config: Config, held_out: Sequence[Prompt], rollout: RolloutClient, judge: RolloutJudge,
@@ -131,7 +131,7 @@ class Evaluation(Observer):
         self._config, self._rollout, self._judge = config, rollout, judge
         self._metrics, self._report, self._phase = metrics, report, phase
         self._mine = held_out[place.rank_map.share_of_agent(place.coordinate)]
-        self._longest = config.evaluation.max_answer_tokens or config.rollout.max_answer_tokens
+        self._max_tokens = config.evaluation.max_answer_tokens or config.rollout.max_answer_tokens
         self._is_on = bool(held_out)
 
     def before_training(self, step: int) -> None:
@@ -145,16 +145,16 @@ class Evaluation(Observer):
         if step == self._config.num_steps or (every and step % every == 0):
             self._evaluate(step)
 
-    def _evaluate(self, after: int, when: str = "") -> None:
+    def _evaluate(self, step: int, when: str = "") -> None:
         if not self._is_on:
             return
         with self._phase("evaluate", when):
-            answers = self._rollout.answer_once(self._mine, self._longest, after)
+            answers = self._rollout.answer_once(self._mine, self._max_tokens, step)
             judgements = self._judge.judge(self._mine, answers)
         if self._rollout.place.is_leader:
             graded = self._config.reward.may_be_graded or self._rollout.environment_rewards
             add_held_out(self._metrics, self._rollout.name, self._mine, judgements, may_be_graded=graded)
-            self._report.first_rewards.compare(self._metrics, self._rollout.name, self._mine, judgements, after)
+            self._report.first_rewards.compare(self._metrics, self._rollout.name, self._mine, judgements, step)
             self._report.warn_of_grader(self._judge.take_report(), "held-out answers")
 
 
@@ -172,7 +172,10 @@ def num_gpus(place: Place) -> int:
 
 
 class Rates(Observer):
-    """Adds the rates of every step, on the leader of a cell."""
+    """Adds FLOPs utilisation and answer tokens per GPU second of every step, on the leader of a cell.
+
+    `peak` is the FLOP/s of one device, `gpus` the number of GPUs of the job.
+    """
 
     def __init__(self, spec: AgentConfig, place: Place, peak: float, gpus: int, *, share_prompts: bool) -> None:
         self._architecture = architecture_of(spec)
@@ -191,22 +194,22 @@ class Rates(Observer):
         self._step_began = time.perf_counter()
 
     def before_update(self, step: int, m: int, update: Sequence[Sample]) -> None:
-        """Takes the time; comes after the observers that compute something before an update."""
+        """Starts the clock of the update; listed behind the observers that compute something before it."""
         self._update_began = time.perf_counter()
 
     def after_update(self, step: int, m: int, update: Sequence[Sample], stats: UpdateStats) -> None:
-        """Adds the update to both utilisations."""
+        """Adds the update to the agent's and the job's model FLOPs utilisation."""
         if self._is_leader:
             seconds = time.perf_counter() - self._update_began
             for name in (f"agent/{self._name}", "rate"):
                 self._metrics.add(f"{name}/learn_mfu", self._flops(update), seconds * self._peak_of_cell)
 
-    def before_writing(self, step: int, found: StepResult) -> None:
+    def before_writing(self, step: int, result: StepResult) -> None:
         """Adds the tokens of the cell's answers, and once in the job the seconds of all GPUs."""
         now = time.perf_counter()
         seconds, self._step_began = now - self._step_began, now
         if self._is_leader:
-            tokens = sum(len(trajectory.rollout.token_ids) for trajectory in found.trajectories)
+            tokens = sum(len(trajectory.rollout.token_ids) for trajectory in result.trajectories)
             gpu_seconds = seconds * self._gpus if self._is_first else 0.0
             self._metrics.add("rate/answer_tokens_per_gpu_s", tokens, gpu_seconds)
 
@@ -223,18 +226,20 @@ class Rates(Observer):
 
 
 class Reports(Observer):
-    """Writes report.html on rank 0 in a separate process: every n-th step, about the steps before it, and at the end. A
-    failed report stops nothing."""
+    """Writes report.html on rank 0 in a separate process, every n-th step and at the end.
+
+    A step's report is about the steps before it. A failed report stops nothing.
+    """
 
     def __init__(self, config: Config, place: Place) -> None:
         self._run_dir, self._last, self._place = config.run_dir, config.num_steps, place
         self._every, self._is_first = config.logging.report, place.coordinate.global_rank == 0
-        self._look_s = min(LOOK_S, config.wait_s / 4)
+        self._poll_s = min(REPORT_POLL_S, config.wait_s / 4)
         self._process: subprocess.Popen | None = None
         self._is_last = False
 
-    def before_writing(self, step: int, found: StepResult) -> None:
-        """Begins a report if the one before is done; none at the last step, after which one is written."""
+    def before_writing(self, step: int, result: StepResult) -> None:
+        """Begins a report if the one before is done; not at the last step, which `finish` reports."""
         is_due = self._is_first and isinstance(self._every, int) and step % self._every == 0 and step < self._last
         if is_due and (self._process is None or self._process.poll() is not None):
             with suppress(OSError):  # no memory for a process
@@ -247,20 +252,20 @@ class Reports(Observer):
         others repeatedly that it still writes. A signal to end skips the report.
         """
         while not self._place.agreed_signal():
-            line = self._go_on().encode() if self._is_first else None
+            line = self._poll().encode() if self._is_first else None
             if line := self._place.share_in_job(line):
                 return line.decode()
         if self._process is not None:
             self._process.kill()
-        report = f"hacpo-mega report {shlex.quote(str(self._run_dir))}"
-        return f"no report: told to end before it was written; {report} writes it"
+        command = f"hacpo-mega report {shlex.quote(str(self._run_dir))}"
+        return f"no report: told to end before it was written; {command} writes it"
 
-    def _go_on(self) -> str:
-        """Waits a moment for the last report, once an earlier one is done; the line about it when it has ended."""
+    def _poll(self) -> str:
+        """Waits `_poll_s` for the last report, which begins once an earlier one has ended; "", or the line about it."""
         try:
             if self._process is None:
                 self._process, self._is_last = self._begin(subprocess.PIPE), True
-            _, said = self._process.communicate(timeout=self._look_s)
+            _, stderr = self._process.communicate(timeout=self._poll_s)
         except subprocess.TimeoutExpired:
             return ""
         except OSError as error:
@@ -270,19 +275,19 @@ class Reports(Observer):
             return ""
         if status == 0:
             return f"the report: {self._run_dir / 'report.html'}"
-        why = said.strip().rpartition("\n")[2] or f"its process has ended with status {status}"
-        return f"no report: {why}"
+        reason = stderr.strip().rpartition("\n")[2] or f"its process has ended with status {status}"
+        return f"no report: {reason}"
 
-    def _begin(self, errors: int) -> subprocess.Popen:
+    def _begin(self, stderr: int) -> subprocess.Popen:
         command = [sys.executable, "-P", "-m", "hacpo_mega.report", str(self._run_dir)]
-        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, text=True, errors="replace")
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr, text=True, errors="replace")
 
 
 COLUMNS = ("prompt", "gold", "agent", "answer", "reward", "verdict", "num_tokens")
-MOST_CHARACTERS = 2000  # of a text in a tracker's table
+MAX_CHARS = 2000  # of a text in a tracker's table
 
 
-class OwnMetrics(Observer):
+class UserMetrics(Observer):
     """logging.metrics: the mean of each function over an agent's answers, as agent/NAME/own/FUNCTION.
 
     A function is called for every answer of a step with what its parameters name: any of COLUMNS (`reward` is NaN for
@@ -293,39 +298,37 @@ class OwnMetrics(Observer):
     def __init__(self, names: Sequence[str]) -> None:
         """ValueError for a function that cannot be loaded."""
         self._functions = {name.rpartition(":")[2]: named_function(name) for name in names}
-        self._complained: set[str] = set()
+        self._reported: set[str] = set()
 
     def joins(self, rollout: RolloutClient, metrics: Metrics) -> None:
-        """Only the leader of a cell counts its answers."""
+        """Notes the agent and the metrics to write to."""
         self._rollout, self._metrics = rollout, metrics
 
-    def before_writing(self, step: int, found: StepResult) -> None:
-        """Adds the numbers of this cell's answers."""
+    def before_writing(self, step: int, result: StepResult) -> None:
+        """Adds the numbers of this cell's answers, on its leader."""
         if not self._rollout.place.is_leader:
             return
-        prompts = {prompt.index: prompt for prompt in found.pool.prompts}
-        for trajectory in found.trajectories:
+        prompts = {prompt.index: prompt for prompt in result.pool.prompts}
+        for trajectory in result.trajectories:
             prompt = prompts[trajectory.rollout.prompt_index]
             row = json.loads(prompt.row) if prompt.row else {}
-            known = (
-                row | _columns(prompt.text, prompt.gold, self._rollout.name, trajectory) | {"row": row, "step": step}
-            )
+            values = row | _columns(prompt, self._rollout.name, trajectory) | {"row": row, "step": step}
             for name, function in self._functions.items():
-                self._add(name, function, known)
+                self._add(name, function, values)
 
-    def _add(self, name: str, function: Callable, known: Mapping[str, Any]) -> None:
+    def _add(self, name: str, function: Callable, values: Mapping[str, Any]) -> None:
         try:
             parameters = inspect.signature(function).parameters
             wanted = {key: p for key, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-            missing = [key for key, p in wanted.items() if key not in known and p.default is p.empty]
+            missing = [key for key, p in wanted.items() if key not in values and p.default is p.empty]
             if missing:
-                raise ValueError(f"it asks for {missing[0]!r}; known here: {', '.join(known)}")
-            value = function(**{key: known[key] for key in wanted if key in known})
+                raise ValueError(f"it asks for {missing[0]!r}; known here: {', '.join(values)}")
+            value = function(**{key: values[key] for key in wanted if key in values})
             if value is not None and not (isinstance(value, SupportsFloat) and math.isfinite(float(value))):
                 raise ValueError(f"it returned {value!r:.80}, which is no finite number")
         except Exception as error:
-            if name not in self._complained:
-                self._complained.add(name)
+            if name not in self._reported:
+                self._reported.add(name)
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
                 warn(f"logging.metrics: {name} failed ({reason}); this is said once, training goes on")
             return
@@ -334,36 +337,34 @@ class OwnMetrics(Observer):
 
 
 class TrackedAnswers(Observer):
-    """Sends trackers the answers to a step's first prompts, and the spread of rewards and lengths, from rank 0."""
+    """Sends trackers the answers to a step's first prompts, and the rewards and lengths of all, from rank 0."""
 
     def __init__(self, trackers: Trackers, num_prompts: int, names: Sequence[str]) -> None:
         self._trackers, self._num_prompts, self._names = trackers, num_prompts, tuple(names)
 
-    def before_writing(self, step: int, found: StepResult) -> None:
+    def before_writing(self, step: int, result: StepResult) -> None:
         """Shows the answers of this rank's lane."""
-        rows = [list(row.values()) for row in _rows(found.pool.part(slice(self._num_prompts)), self._names)]
-        spread: dict[str, list[float]] = {}
-        for name, answers in zip(self._names, zip(*found.pool.trajectories_PNG)):
+        rows = _rows(result.pool.part(slice(self._num_prompts)), self._names)
+        distributions: dict[str, list[float]] = {}
+        for name, answers in zip(self._names, zip(*result.pool.trajectories_PNG)):
             of_agent = [trajectory for group in answers for trajectory in group]
-            spread[f"agent/{name}/rewards"] = [t.reward for t in of_agent if t.is_judged]
-            spread[f"agent/{name}/answer_tokens"] = [float(len(t.rollout.token_ids)) for t in of_agent]
-        self._trackers.show(step, COLUMNS, rows, {name: values for name, values in spread.items() if values})
+            distributions[f"agent/{name}/rewards"] = [t.reward for t in of_agent if t.is_judged]
+            distributions[f"agent/{name}/answer_tokens"] = [float(len(t.rollout.token_ids)) for t in of_agent]
+        self._trackers.show(step, COLUMNS, rows, {name: values for name, values in distributions.items() if values})
 
 
-def _rows(pool: Pool, names: Sequence[str]) -> list[dict[str, Any]]:
+def _rows(pool: Pool, names: Sequence[str]) -> list[list[Any]]:
+    """A row of COLUMNS for every answer; long texts are cut."""
     return [
-        {
-            key: value[:MOST_CHARACTERS] if isinstance(value, str) else value
-            for key, value in _columns(prompt.text, prompt.gold, name, trajectory).items()
-        }
+        [value[:MAX_CHARS] if isinstance(value, str) else value for value in _columns(prompt, name, answer).values()]
         for prompt, by_agent in zip(pool.prompts, pool.trajectories_PNG)
         for name, group in zip(names, by_agent)
-        for trajectory in group
+        for answer in group
     ]
 
 
-def _columns(prompt: str, gold: str, agent: str, trajectory: Any) -> dict[str, Any]:
+def _columns(prompt: Prompt, agent: str, answer: Trajectory) -> dict[str, Any]:
     """An answer by the names of COLUMNS."""
-    rollout = trajectory.rollout
-    verdict, num_tokens = trajectory.verdict.name.lower(), len(rollout.token_ids)
-    return dict(zip(COLUMNS, (prompt, gold, agent, rollout.text, trajectory.reward, verdict, num_tokens), strict=True))
+    rollout, verdict = answer.rollout, answer.verdict.name.lower()
+    values = prompt.text, prompt.gold, agent, rollout.text, answer.reward, verdict, len(rollout.token_ids)
+    return dict(zip(COLUMNS, values, strict=True))

@@ -7,7 +7,7 @@ from hacpo_mega.cluster.place import Place
 from hacpo_mega.logbook.files.metrics import Metrics
 from hacpo_mega.logbook.steps.step_metrics import held_bytes
 
-# Further context around a phase of this name.
+# Function from the name of a phase to a further context around it.
 Around = Callable[[str], AbstractContextManager[None]]
 
 
@@ -23,7 +23,7 @@ class Phases:
 
     @contextmanager
     def __call__(self, phase: str, when: str = "") -> Iterator[None]:
-        """Enters the phase; `when` replaces the step in its label. Notes the memory that is held at its end."""
+        """Enters the phase; `when` replaces the step in its label. Records the memory held at its end."""
         self._place.enter_phase(phase, when or f"of step {self.step}")
         with ExitStack() as stack:
             for around in self._around:

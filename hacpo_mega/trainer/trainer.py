@@ -62,13 +62,15 @@ from hacpo_mega.trainer.build import (
 )
 from hacpo_mega.trainer.joint_checkpoint import JointCheckpoint, RunState, TerminationRequested
 from hacpo_mega.trainer.joint_disk import JointDisk
-from hacpo_mega.trainer.observers import Evaluation, Observer, Observers, Reports
+from hacpo_mega.trainer.observers import HeldOutEvaluation, Observer, Observers, Reports
 from hacpo_mega.trainer.phases import Phases
 from hacpo_mega.trainer.rollout_judge import RolloutJudge
 
 
 class RolloutSchedule:
-    """Prompts and answers of one cell, step by step: where a step's answers come from. Steps count from 0.
+    """Prompts and answers of one cell, step by step: on policy, or prefetched while the step before learns.
+
+    Steps count from 0.
 
                     main thread                                      engine
     on policy       roll_out 1, learn 1, publish 1, roll_out 2 ...   in the main thread
@@ -76,9 +78,9 @@ class RolloutSchedule:
 
     One step off, the policy after step t - 2 writes the answers of step t: `staleness_steps` is 1. The first step of a
     run, and the first after a checkpoint without prefetched answers, has none ready: its answers are generated when it
-    begins, and are not stale. Where checkpoints are saved, the last step prefetches too: with a larger num_steps the
-    run goes on as if it had never ended, at the price of one rollout beside its last updates. Prompts and seeds are
-    functions of the run's seed and the step, so answers do not depend on timing.
+    begins, and are not stale. The last step prefetches too if checkpoints are saved: a run resumed with a larger
+    num_steps then has the answers that it would have had without the end. This costs one rollout beside the last
+    updates. Prompts and seeds are functions of the run's seed and the step, so answers do not depend on timing.
 
     my_share   the prompts of a lane that this cell answers
     ready      prefetched answers to the next step; None if there are none
@@ -86,26 +88,27 @@ class RolloutSchedule:
 
     def __init__(self, sampler: PromptSampler, rollout: RolloutClient, config: Config, metrics: Metrics) -> None:
         self._sampler, self._rollout, self._config, self._metrics = sampler, rollout, config, metrics
-        self._place, self._is_ahead = rollout.place, config.mode.one_step_off
+        self._place, self._prefetches = rollout.place, config.mode.one_step_off
         self.my_share = self._place.rank_map.share_of_lane(self._place.coordinate)
         self.ready: ReadyAnswers | None = None
-        self._asked: tuple[Prompt, ...] = ()  # the engine answers them now
+        self._prefetching: tuple[Prompt, ...] = ()  # prompts of the next step that the engine answers now
 
     def prompts_of(self, step: int) -> tuple[Prompt, ...]:
         """The step's prompts of this lane."""
         return self._sampler.at(step, self._place.lane, self._config.lanes)
 
-    def take_up(self, start: Checkpoint) -> str | None:
-        """Restores prefetched answers, unless something since then would change them. Collective over the job.
+    def restore(self, start: Checkpoint) -> str | None:
+        """Restores a checkpoint's prefetched answers if they are still valid. Collective over the job.
 
-        Another seed, [rollout] or conversation, other tokens of a prompt and files of an older version do so. All
-        agents take theirs or none: those of one conversation answer each other. Returns the line that says so, if any.
+        Another seed, [rollout] or conversation, other tokens of a prompt, and files of an older version make them
+        invalid. All agents take theirs or none, since those of one conversation answer each other. Returns the log line
+        on discarded answers, if there are any.
         """
-        if not self._is_ahead:
+        if not self._prefetches:
             return None
-        now, tables = plain(self._config), ("seed", "rollout", "conversation", "roles")
+        config, keys = plain(self._config), ("seed", "rollout", "conversation", "roles")
         ready = None
-        if all(start.config.get(name) == now.get(name) for name in tables):
+        if all(start.config.get(key) == config.get(key) for key in keys):
             prefix = f"{self._rollout.name}/"
             files = [start.folder / path for path in start.files if path.startswith(prefix) and path.endswith(SUFFIX)]
             prompts = self.prompts_of(start.step)[self.my_share]
@@ -119,39 +122,40 @@ class RolloutSchedule:
     def roll_out(self, step: int, on_answer: Callable[[Prompt, Rollout], None] | None) -> list[Rollout]:
         """This cell's answers, by prompt, then by rollout; `on_answer` is called for each as soon as it ends.
 
-        One step off, takes prefetched answers if there are any, and begins the next step's.
+        One step off, it takes prefetched answers if there are any, without a call, and begins to prefetch the next
+        step's.
         """
-        staleness, ready, sampler = 1, self.ready, self._rollout.sampler
+        ready, sampler, self.ready = self.ready, self._rollout.sampler, None
         if ready is None:
-            staleness, rollouts = 0, self._rollout.roll_out(self.prompts_of(step)[self.my_share], step, on_answer)
-            self._add_turns()
+            rollouts = self._rollout.roll_out(self.prompts_of(step)[self.my_share], step, on_answer)
+            self._add_engine_use()
         else:
-            rollouts = sampler.rollouts(sampler.places(ready.prompts), ready.completions)
-        self.ready = None
-        if not self._is_ahead:
+            rollouts = sampler.rollouts(sampler.slots(ready.prompts), ready.completions)
+        if not self._prefetches:
             return rollouts
         if step + 1 < self._config.num_steps or self._config.checkpoint.is_on:
-            self._asked = self.prompts_of(step + 1)[self.my_share]
-            self._rollout.begin_ahead(self._asked, step + 1)
+            self._prefetching = self.prompts_of(step + 1)[self.my_share]
+            self._rollout.begin_prefetch(self._prefetching, step + 1)
         if self._place.is_leader:
-            self._metrics.add(f"agent/{self._rollout.name}/staleness_steps", staleness, 1)
+            self._metrics.add(f"agent/{self._rollout.name}/staleness_steps", int(ready is not None), 1)
         return rollouts
 
-    def finish(self, phase: Phases) -> None:
+    def finish_prefetch(self, phase: Phases) -> None:
         """Waits for the answers of the next step, if the engine generates them. Collective over the cell."""
-        if self._rollout.ahead.is_busy:
+        prefetcher = self._rollout.prefetcher
+        if prefetcher.is_busy:
             with phase("roll_out"):
-                answers = self._rollout.finish_ahead(self._asked)
-                self.ready = ReadyAnswers(self._asked, self._encoded(self._asked), answers)
-            self._add_turns()
+                answers = self._rollout.finish_prefetch(self._prefetching)
+                self.ready = ReadyAnswers(self._prefetching, self._encoded(self._prefetching), answers)
+            self._add_engine_use()
             if self._place.coordinate.is_first_to_answer:
-                self._metrics.add(f"agent/{self._rollout.name}/roll_out_hidden_s", self._rollout.ahead.hidden_s, 1)
+                self._metrics.add(f"agent/{self._rollout.name}/roll_out_hidden_s", prefetcher.hidden_s, 1)
 
     def _encoded(self, prompts: Sequence[Prompt]) -> list[tuple[int, ...]]:
         return [self._rollout.codec.encode_prompt(prompt.text) for prompt in prompts]
 
-    def _add_turns(self) -> None:
-        """Adds busy and idle seconds of this rank's engine, and the share of prompt tokens that its cache had."""
+    def _add_engine_use(self) -> None:
+        """Adds busy and idle seconds of this rank's engine in conversations, and its cache's share of prompt tokens."""
         player, prefix = self._rollout.player, f"agent/{self._rollout.name}/conversation"
         if player is not None and (tally := player.tally) is not None:
             self._metrics.add(f"{prefix}/engine_busy_s", tally.step_s, 1)
@@ -162,12 +166,12 @@ class RolloutSchedule:
 class Trainer:
     """All agents of a configuration, trained together. One per process; a context manager, whose exit ends the job.
 
-    config       as the user wrote it; read-only
+    config       the user's, with the time of chat templates' clocks; read-only
     place        this process's position: agent, lane, cell, and its process groups
     phase        context of a phase of a step: timed, shown, named when it fails
     rollout      generates the answers of this process's agent: engine, sampler, weight sync
     agent        the agent: tokenizer, Megatron actor, and the same `rollout`; None on a rank that only generates
-    schedule     prompts of every step, a pure function of seed and step; when they are answered
+    schedule     prompts of every step, a pure function of seed and step, and their answers
     judge        turns answers into verdicts and rewards
     capability   P_hat of all agents, equal on every rank
     observers    examine the run: weights, held-out answers, gradients, skipped updates
@@ -182,12 +186,12 @@ class Trainer:
         sampler: Callable[..., Sampler] = Sampler,
         judge: Callable[..., RolloutJudge] = RolloutJudge,
         observers: Sequence[Observer] = (),
-        **how: Unpack[StartOptions],
+        **options: Unpack[StartOptions],
     ) -> None:
         """Joins the job, loads the agents as the run left them, opens the run folder. Collective over the job.
 
-        A run that `run_dir` holds resumes from its last checkpoint, unless the options of `how` say otherwise.
-        `sampler`, `judge` and `observers` are for benchmarks: generation requests, judge, further observers.
+        A run that `run_dir` holds resumes from its last checkpoint, unless the `options` say otherwise. `sampler`,
+        `judge` and `observers` are for benchmarks: generation requests, judge, further observers.
         TypeError for anything but a Config, such as the path of one.
         """
         if not isinstance(config, Config):
@@ -195,9 +199,9 @@ class Trainer:
         # An error while building ends the job as one in a step does: with the name of this rank and its phase.
         with ExitStack() as stack:
             parts = StartParts()
-            job = join_job(config, how, parts, stack)
+            job = join_job(config, options, parts, stack)
             self.config, self.place, self.console, self.steps_done = job.config, job.place, job.console, job.steps_done
-            self.place.take_waits()  # those of joining end before the first line's seconds begin
+            self.place.take_waits()  # waits of joining are in no step's metrics
             metrics = Metrics(self.place.coordinate.agent_name, self.place.gather_to_first, self.console.phase)
             self.phase = Phases(self.place, metrics, [observer.around for observer in observers])
             self.phase.step = self.steps_done + 1
@@ -211,16 +215,17 @@ class Trainer:
             self._open_run(job, metrics, data, observers, stack)
             self.console.say(parts.finish(self.place.spans, metrics))
             if job.start is not None:
-                self._take_up(job.start)
+                self._restore(job.start)
             state = self._state(None if job.start is None else job.start.accuracy)
-            rank = self.place, self.config, self.agent
-            self.checkpoint = JointCheckpoint(*rank, self.disk, state, is_on_disk=job.goes_on)
+            self.checkpoint = JointCheckpoint(
+                self.place, self.config, self.agent, self.disk, state, is_on_disk=job.goes_on
+            )
             self._stack = stack.pop_all()
 
     def _open_run(
         self, job: JoinedJob, metrics: Metrics, data: RunData, observers: Sequence[Observer], stack: ExitStack
     ) -> None:
-        """Opens the run folder, and makes what measures, examines and writes the run."""
+        """Opens the run folder, and makes the report, the observers, the capability tracker and the joint disk."""
         config, place, console, rollout = self.config, self.place, self.console, self.rollout
         folder = stack.enter_context(RunFolder(config, place, job.lock, self.steps_done, goes_on=job.goes_on))
         is_first = place.coordinate.global_rank == 0
@@ -233,16 +238,16 @@ class Trainer:
             place.coordinate.cell if place.is_leader else None, rollout.codec.decode_answer, place.gather_agent,
         )  # fmt: skip
         self._reports = Reports(config, place)
-        chosen = [
+        run_observers = [
             self._reports,
             *config_observers(config, self.agent, rollout, metrics, self.phase, trackers),
-            Evaluation(config, data.held_out, rollout, self.judge, metrics, self.report, self.phase),
+            HeldOutEvaluation(config, data.held_out, rollout, self.judge, metrics, self.report, self.phase),
             *rate_observers(config, self.agent, rollout),
             *observers,
         ]
-        for observer in chosen:
+        for observer in run_observers:
             observer.joins(rollout, metrics)
-        self.observers = Observers(chosen)
+        self.observers = Observers(run_observers)
         skills = data.prompts.skills if reads_skills(config.algorithm) else ()
         self.capability = CapabilityTracker(len(config.agents), config.algorithm, skills)
         self.reencoding_rules = ReencodingRules.of(config, data.codecs, rollout.turn_format)
@@ -265,14 +270,14 @@ class Trainer:
                 with self.trace.step(self.steps_done + 1):
                     self.step()
             self._exit_if_preempted()
-        except TerminationRequested as told:
-            self.console.say(f"told to end ({signal.Signals(*told.args).name}); {self.checkpoint.outlook}")
+        except TerminationRequested as request:
+            self.console.say(f"told to end ({signal.Signals(*request.args).name}); {self.checkpoint.outlook}")
             return False
         with self.phase("export", "after the last step"):
-            self.disk.export(self.agent, self.checkpoint.safe_step, self.checkpoint.lost)
+            self.disk.export(self.agent, self.checkpoint.safe_step, self.checkpoint.last_step_error)
         run_dir = self.config.run_dir
-        watch = f"`hacpo-mega watch {shlex.quote(str(run_dir))}`"
-        self.console.say(f"done: the models are in {run_dir / 'agents'}; {watch} shows the run")
+        command = f"`hacpo-mega watch {shlex.quote(str(run_dir))}`"
+        self.console.say(f"done: the models are in {run_dir / 'agents'}; {command} shows the run")
         return True
 
     def write_report(self) -> None:
@@ -284,33 +289,33 @@ class Trainer:
     def step(self) -> None:
         """One HACPO step (Algorithm 1 of the paper): everyone answers, everyone shares, each learns."""
         if self.agent is None:
-            return self._answer_alone()
+            return self._generate_only()
         prompts = self.schedule.prompts_of(self.steps_done)  # my lane's
         with self.phase("roll_out"):
             rollouts = self.schedule.roll_out(self.steps_done, self.judge.on_answer)
         self._exit_if_preempted()
         with self.phase("judge"):
             judgements = self.judge.judge(prompts[self.schedule.my_share], rollouts)
-            judged, of_grader = judged_rollouts(self.place, rollouts, judgements), self.judge.take_report()
+            judged, report = judged_rollouts(self.place, rollouts, judgements), self.judge.take_report()
         with self.phase("exchange"):  # rewards first: they say which answers need a score
             shared = share_rewards(judged, len(prompts), self.place, self.config.answers_per_prompt)
             learning = learning_of(self._judged(shared, prompts), self.config.algorithm)
-            tokens_PNG = shared.num_tokens_PNG
-            cell_PNG = self.agent.deal(prompts, tokens_PNG, learning.trains_PNG)  # so that all cells finish together
+            # Each answer is scored and trained by one cell of the lane, chosen so that all cells finish together.
+            cell_PNG = self.agent.deal(prompts, shared.num_tokens_PNG, learning.trains_PNG)
             mine_PNG = cell_PNG == self.place.coordinate.cell_in_lane
             rollouts, judged = deal_rollouts(rollouts, judged, prompts, cell_PNG[:, self.place.agent], self.place)
         with self.phase("score"):  # log-probs of the policy that will learn, before it learns
             scores = self.agent.score(prompts, rollouts, learning.own_P, learning.wanted_PG)
         with self.phase("exchange"):
-            by_token = reads_source_tokens(self.config.algorithm)
-            trajectories = scored_trajectories(judged, scores, by_token=by_token)
+            # An answer's mean log-prob travels, and those of its tokens only if an objective reads them.
+            trajectories = scored_trajectories(judged, scores, by_token=reads_source_tokens(self.config.algorithm))
             pool = exchange(trajectories, prompts, self.place, self.config.answers_per_prompt)
             learning = learning.weighted(pool.engine_weights_PNG)  # 1 unless engine_correction is "sequence"
             samples, reencodings = learner_view(
                 pool, learning.advantages_PNG, learning.trains_PNG, self.place.agent, self.agent.codec,
                 self.reencoding_rules, scores_by_answer(rollouts, scores), routing_by_answer(rollouts), mine_PNG
             )  # fmt: skip
-        self._exit_if_preempted()  # what is learnt cannot be taken back: from here on the step is finished first
+        self._exit_if_preempted()  # an update cannot be undone: from here on the step is finished first
         step, updates = self.steps_done + 1, []
         with self.rollout.devices.learning(self.phase):  # the engine sleeps, unless one step off
             for m, update in enumerate(self.agent.plan(prompts, samples)):  # the cross band tightens with m
@@ -320,17 +325,19 @@ class Trainer:
                     self.skips.see(step, m, update, updates[-1])
                     self.observers.after_update(step, m, update, updates[-1])
         self.observers.after_learning(step, updates)
-        self.schedule.finish(self.phase)  # one step off: the engine has answered the next step's prompts
+        self.schedule.finish_prefetch(self.phase)  # one step off: the engine has answered the next step's prompts
         with self.phase("publish"):  # Megatron shards -> the live vLLM engine
             self.rollout.publish_weights(step)
         self.observers.after_publishing(step)
-        found = pool, learning.advantages_PNG, rollouts, judgements, of_grader, scores, trajectories
-        self._end_step(StepResult(*found, reencodings, updates))
+        result = StepResult(
+            pool, learning.advantages_PNG, rollouts, judgements, report, scores, trajectories, reencodings, updates
+        )
+        self._end_step(result)
 
     def _judged(self, shared: SharedRewards, prompts: Sequence[Prompt]) -> Judged:
-        """The lane's judged answers with all capabilities, after this step's rewards. Collective over lanes.
+        """The lane's judged answers, and capabilities that count this step's rewards. Collective over lanes.
 
-        Tallies are the one thing that crosses lanes: P_hat is over the whole step, or lanes would disagree on omega.
+        Only reward tallies cross lanes: from its own prompts alone, each lane would compute another omega.
         """
         rewards_PNG, successes_PNG, num_tokens_PNG, text_hash_PNG = shared
         self.capability.add(self.place.sum_over_lanes(reward_tally(rewards_PNG, successes_PNG)))
@@ -344,64 +351,65 @@ class Trainer:
         tally_SN3 = skill_tally(rewards_PNG, successes_PNG, skill_P, len(skills))
         self.capability.add_skills(self.place.sum_over_lanes(tally_SN3))
         capability_NS, judged_NS = self.capability.skill_values()
-        known = {"skill_P": skill_P, "skill_capability_NS": capability_NS, "skill_judged_NS": judged_NS}
-        return replace(judged, skill_names=skills, **known)
+        by_skill = {"skill_P": skill_P, "skill_capability_NS": capability_NS, "skill_judged_NS": judged_NS}
+        return replace(judged, skill_names=skills, **by_skill)
 
-    def _answer_alone(self) -> None:
+    def _generate_only(self) -> None:
         """The same step on a rank that only generates (placement = "apart"); it joins the job's collectives."""
         with self.phase("roll_out"):
             self.schedule.roll_out(self.steps_done, None)
         with self.phase("wait"):
-            self._exit_if_preempted()  # before answers are judged
-            self._exit_if_preempted()  # before anything is learnt
-        self.schedule.finish(self.phase)
+            self._exit_if_preempted()  # as training ranks do before they judge
+            self._exit_if_preempted()  # and before they learn
+        self.schedule.finish_prefetch(self.phase)
         with self.phase("publish"):
             self.rollout.publish_weights(self.steps_done + 1)
         self.observers.after_publishing(self.steps_done + 1)
         self._count_step(self.report.write_metrics(self.steps_done + 1, self.phase))
 
-    def _end_step(self, found: StepResult) -> None:
+    def _end_step(self, result: StepResult) -> None:
         """Ends a step: writes it, counts it, saves it if that is due, and shows it."""
-        self.observers.before_writing(self.steps_done + 1, found)
-        if self.config.scores_in_first_update:  # by now the first update has scored the rest
-            scores = complete_scores(found.rollouts, found.scores, found.updates)
-            found = replace(found, scores=scores, trajectories=scored_trajectories(found.trajectories, scores))
-        notes = self.agent.describe(found.pool.prompts, found.rollouts, found.scores, found.updates, found.reencodings)
-        if self.config.engine_scores:  # the gap needs the trainer's log-probs, which its first update computed
-            found = replace(found, scores=own_scores(found.rollouts, found.updates[0], self.agent.index))
-        known = notes, self.capability.values(), self.rollout.devices.asleep_bytes
-        self._count_step(self.report.write(self.steps_done + 1, found, *known, self.phase))
+        self.observers.before_writing(self.steps_done + 1, result)
+        if self.config.scores_in_first_update:  # the first update has scored the answers that had no score before it
+            scores = complete_scores(result.rollouts, result.scores, result.updates)
+            result = replace(result, scores=scores, trajectories=scored_trajectories(result.trajectories, scores))
+        notes = self.agent.answer_notes(result)
+        if self.config.engine_scores:  # the engine gap needs the trainer's log-probs, which its first update computed
+            result = replace(result, scores=own_scores(result.rollouts, result.updates[0], self.agent.index))
+        capability_N, asleep_bytes = self.capability.values(), self.rollout.devices.asleep_bytes
+        self._count_step(self.report.write(self.steps_done + 1, result, notes, capability_N, asleep_bytes, self.phase))
 
     def _count_step(self, reduced: StepMetrics) -> None:
         """Counts the step, whose metrics are written, and saves it if that is due."""
         self.steps_done += 1
         self.phase.step = self.steps_done + 1
-        self.checkpoint.settle(self._state(mean_held_out(reduced.values, [agent.name for agent in self.config.agents])))
-        if self.checkpoint.has_work():  # after its metrics: a resumed run has them all
+        accuracy = mean_held_out(reduced.values, [agent.name for agent in self.config.agents])
+        self.checkpoint.set_state(self._state(accuracy))
+        if self.checkpoint.has_work():  # after its metrics are written: a resumed run must have those of every step
             with self.phase("checkpoint", f"of step {self.steps_done}"):
-                self.checkpoint.go_on()
+                self.checkpoint.advance()
         self._show(reduced)
 
-    def _take_up(self, start: Checkpoint) -> None:
-        """Restores what a checkpoint holds beside the agents' own state."""
+    def _restore(self, start: Checkpoint) -> None:
+        """Restores a checkpoint's state other than the agents' own."""
         agent = start.agents[self.rollout.name]
         self.steps_done = start.step
         self.capability.load_state_dict(start.capability)
         self.skips.go_on(agent.num_skipped)
-        if line := self.schedule.take_up(start):
+        if line := self.schedule.restore(start):
             self.console.say(line)
         self.report.load_state_dicts(agent.alarms)
 
     def _state(self, accuracy: float | None) -> RunState:
-        """State for a checkpoint beside the agents' own; `_take_up` is its inverse."""
-        rest = self.skips.num_in_row, self.report.state_dict(), self.schedule.ready
-        return RunState(self.steps_done, accuracy, self.capability.state_dict(), *rest)
+        """State for a checkpoint other than the agents' own; `_restore` is its inverse."""
+        num_skipped, alarms, ready = self.skips.num_in_row, self.report.state_dict(), self.schedule.ready
+        return RunState(self.steps_done, accuracy, self.capability.state_dict(), num_skipped, alarms, ready)
 
     def _exit_if_preempted(self) -> None:
         """Ends the run at its last whole step if any rank has got a signal to end. Collective over the job."""
         if self.config.checkpoint.is_on and (number := self.place.agreed_signal()):
             with self.phase("checkpoint", f"of step {self.steps_done}"):
-                self.checkpoint.keep()
+                self.checkpoint.save_now()
             raise TerminationRequested(number)
 
     def _show(self, reduced: StepMetrics) -> None:

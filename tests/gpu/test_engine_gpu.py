@@ -17,7 +17,7 @@ from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.records import Stop
 from hacpo_mega.rollout.vllm.engine_stream_guard import worker_of
 from hacpo_mega.rollout.vllm.engine_thread import EngineThread
-from hacpo_mega.samples.routing import unknown
+from hacpo_mega.samples.routing import unknown_expert
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -207,4 +207,4 @@ def test_experts_say_their_routing_again_after_publishing(tmp_path):
         for prompt, (length, stop, routing) in zip(prompts, told, strict=True):
             assert Stop(stop) is Stop.EOS
             assert routing.shape == (len(prompt) + length - 1, 2, 2), "tokens that were read, layers, experts"
-            assert (routing < 4).all(), f"of each it is known ({unknown(routing.dtype)}: it is not)"
+            assert (routing < 4).all(), f"of each it is known ({unknown_expert(routing.dtype)}: it is not)"

@@ -19,7 +19,7 @@ from job import run_job
 
 from hacpo_mega.cluster.patches import PlainUnpickler
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
-from hacpo_mega.megatron.model.installed import VERSION
+from hacpo_mega.megatron.model.installed import TE_VERSION
 from hacpo_mega.memory.budget import CONTEXT
 
 pytestmark = pytest.mark.gpu
@@ -112,7 +112,7 @@ def test_handles_of_shared_memory_are_read(on_device):
     [
         "hacpo_mega.megatron.actor",
         pytest.param(
-            "transformer_engine.pytorch", marks=pytest.mark.skipif(VERSION is None, reason="needs TransformerEngine")
+            "transformer_engine.pytorch", marks=pytest.mark.skipif(TE_VERSION is None, reason="needs TransformerEngine")
         ),
     ],
 )

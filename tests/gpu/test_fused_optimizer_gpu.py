@@ -8,7 +8,7 @@ from fused_job import UPDATES, update
 
 from hacpo_mega.config import OptimizerConfig
 from hacpo_mega.megatron.model.platform import megatron_platform
-from hacpo_mega.megatron.train.fused_optimizer import THERE
+from hacpo_mega.megatron.train.fused_optimizer import INSTALLED
 from hacpo_mega.megatron.train.overlap import buffers_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -20,11 +20,11 @@ def alone():
         yield
 
 
-@pytest.mark.skipif(len(THERE) == 1, reason="needs TransformerEngine or apex (launch/image/Dockerfile)")
+@pytest.mark.skipif(len(INSTALLED) == 1, reason="needs TransformerEngine or apex (launch/image/Dockerfile)")
 def test_each_trains_as_torch_does(tmp_path):
     """Clipped, with weight decay, in float32: to a hundredth of an update's size."""
     folder, trained = make_folder(tmp_path / "model", "qwen3"), {}
-    for kernels in THERE:
+    for kernels in INSTALLED:
         config = OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_grad=1e-3, kernels=kernels)
         actor = make_actor(folder, optimizer=config, dtype=torch.float32)
         for number in range(UPDATES):

@@ -12,7 +12,7 @@ from tiny_models import LLAMA3_ROPE, make_model
 from transformers import AutoModelForCausalLM
 
 from hacpo_mega.megatron.actor import initialize_parallel
-from hacpo_mega.megatron.model.installed import VERSION
+from hacpo_mega.megatron.model.installed import TE_VERSION
 from hacpo_mega.megatron.model.model import build_model, forward_packed, lm_head_weight
 from hacpo_mega.megatron.weights.names import load_hf_weights
 from hacpo_mega.megatron.weights.reshard import full_tensors
@@ -21,7 +21,7 @@ from hacpo_mega.models.families.architecture import Architecture
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.skipif(VERSION is None, reason="needs TransformerEngine (docs/guide/gpus.md)"),
+    pytest.mark.skipif(TE_VERSION is None, reason="needs TransformerEngine (docs/guide/gpus.md)"),
 ]
 
 LENGTHS = (17, 64, 3, 130)

@@ -60,7 +60,7 @@ def fated(fate: str, step: int, folder: Path, *arguments: str) -> None:
 
 def _refusals(weight_sync: WeightSync, step: int) -> list[str]:
     said = []
-    for ask in (lambda: weight_sync.require(step), lambda: weight_sync._engine.generate([[1]], [0], max_tokens=1)):
+    for ask in (lambda: weight_sync.require_step(step), lambda: weight_sync._engine.generate([[1]], [0], max_tokens=1)):
         with suppress(RuntimeError):
             try:
                 ask()

@@ -99,10 +99,10 @@ def play(config_file: Path, run_dir: Path, last_step: int, name: str | None) -> 
             actor.learn_supervised(samples, 30)
             if stage is not None and step == last_step:
                 arm(stage, place.coordinate.global_rank, processes)
-            checkpoint.settle(state_after(step))
+            checkpoint.set_state(state_after(step))
             assert checkpoint.has_work()
-            checkpoint.go_on()
-            checkpoint.keep()
+            checkpoint.advance()
+            checkpoint.save_now()
 
 
 def save(actor: Actor, folder: Path, *, copies: bool) -> tuple[dict[str, int | str], Callable[[], None]]:

@@ -109,7 +109,7 @@ class Run:
         events.Reload()
         assert [event.step for event in events.Scalars("agent/one/reward_mean")] == [*range(1, STEPS + 1)]
         assert committed_steps(self.folder)[-1] == STEPS
-        assert not list(read_checkpoint(folder_of(self.folder, STEPS)).altered())
+        assert not list(read_checkpoint(folder_of(self.folder, STEPS)).content_problems())
         assert not [path for path in self.folder.rglob("*") if path.name.endswith((".writing", ".tmp", ".partial"))]
 
 
@@ -144,7 +144,7 @@ def test_a_run_ended_by_a_full_disk_says_what_it_needs_and_goes_on_later(tmp_pat
     assert statuses == [3, 3], run.said("0.err")
     assert line.startswith("the agents are not exported: ") and " bytes are needed, 0 are free on the disk of " in line
     assert line.endswith("; step 2 is safe. Make room, start the run again")
-    assert committed_steps(run.folder) == [2] and not list(read_checkpoint(folder_of(run.folder, 2)).altered())
+    assert committed_steps(run.folder) == [2] and not list(read_checkpoint(folder_of(run.folder, 2)).content_problems())
     run.clear()
     run.start()
     try:  # less than a checkpoint needs, and more than the export

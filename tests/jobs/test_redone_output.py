@@ -50,7 +50,7 @@ def learned(folder, recompute, targets, *, redoes):
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.object(dist, "all_to_all_single", counted))
         if not redoes:
-            stack.enter_context(patch.object(FromHeads, "let_go", lambda *_: None))
+            stack.enter_context(patch.object(FromHeads, "free_output", lambda *_: None))
         lora = None if targets is None else Lora(4, 8.0, targets)
         actor = make_actor(folder, cp=2, max_tokens_per_microbatch=64, recompute=recompute, lora=lora)
         actor.learn(SAMPLES, objective)  # adapters' B is no longer zero

@@ -63,9 +63,9 @@ class Job:
         samples = [sample for sample in random_samples(4, seed=self.steps_done) if sample.num_trained]
         self.actor.learn_supervised(samples, 30)
         self.folder.write_step(self.steps_done, StepMetrics({"step": float(self.steps_done)}, {}))
-        self.checkpoint.settle(state_after(self.steps_done))
+        self.checkpoint.set_state(state_after(self.steps_done))
         assert self.checkpoint.has_work()
-        self.checkpoint.go_on()
+        self.checkpoint.advance()
 
     def rename(self, source: Path, target: Path) -> None:
         """By rank 0, when nobody writes there, and before anybody goes on."""
@@ -91,17 +91,17 @@ def play_away(config_file: Path, notes: Path) -> None:
             place.barrier()
 
         job.learn()
-        job.checkpoint.keep()
+        job.checkpoint.save_now()
         job.rename(run, away)
         job.learn()
         note("away before a checkpoint")
         job.rename(away, run)
         job.learn()
-        job.checkpoint.keep()
+        job.checkpoint.save_now()
         note("back")
         job.learn()  # begins the checkpoint of step 4
         job.rename(run, away)
-        job.checkpoint.keep()
+        job.checkpoint.save_now()
         note("away while a checkpoint is written")
         if job.is_first:
             (run / "checkpoints").mkdir(parents=True)
@@ -114,7 +114,7 @@ def play_away(config_file: Path, notes: Path) -> None:
             run.rmdir()
         job.rename(away, run)
         job.learn()
-        job.checkpoint.keep()
+        job.checkpoint.save_now()
         note("back again")
         if job.is_first:
             notes.write_text(json.dumps(found))
@@ -130,7 +130,7 @@ def play_on(config_file: Path) -> None:
         assert job.steps_done == 3
         while job.steps_done < 6:
             job.learn()
-        job.checkpoint.keep()
+        job.checkpoint.save_now()
         for impossible in ("n" * 300, "metrics.jsonl/x"):  # waiting would mend neither, and take wait_for_room_s
             with pytest.raises(OSError, match=r"File name too long|Not a directory"):
                 job.disk.patiently(partial(job.disk.attempt, os.mkdir, job.config.run_dir / impossible))
@@ -209,7 +209,7 @@ def test_the_last_whole_step_leads_to_the_bits_of_the_damaged_one(jobs):
     (was, now) = (json.loads((folder / "step.json").read_text()) for folder in (aside, folder_of(run, 6)))
     for path, file in was["state"]["files"].items():
         assert not path.endswith(".distcp") or now["state"]["files"][path] == file
-    assert not list(read_checkpoint(folder_of(run, 6)).altered())
+    assert not list(read_checkpoint(folder_of(run, 6)).content_problems())
 
 
 def test_a_start_says_what_a_success_is_where_its_method_asks_for_one(tmp_path):

@@ -97,7 +97,7 @@ def trace_actor(
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         for mode in (FakeTensorMode(allow_non_fake_inputs=True), _NumbersThatAreKnown(), megatron_platform()):
             stack.enter_context(mode)
-        stack.enter_context(_replaced(moe, "_known", _even))
+        stack.enter_context(_replaced(moe, "_on_host", _even))
         # The formula counts oneDNN's products, which take more memory than those of processors without AVX-512.
         stack.enter_context(_replaced(products, "PREFERS_ONEDNN", True))
         stack.enter_context(_replaced(attention, "needs_whole_heads", lambda _: whole_heads))

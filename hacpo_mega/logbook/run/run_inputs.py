@@ -30,10 +30,10 @@ FEW_BLOCKS = 8  # of a large file, which every node reads
 
 
 def start_with_same_inputs(
-    config: Config, *, but: Collection[int] = frozenset(), **how: Unpack[StartOptions]
+    config: Config, *, damaged: Collection[int] = frozenset(), **how: Unpack[StartOptions]
 ) -> Checkpoint | None:
     """`find_start`. ValueError, a line per key, also for inputs that differ from the step's, unless accepted."""
-    found = find_start(config, but=but, **how)
+    found = find_start(config, damaged=damaged, **how)
     changed = [] if found is None else input_changes(found, config)
     if lines := list(refusals(changed, how.get("accept", ()))):
         raise ValueError("\n".join([f"{found.folder} is of other contents:", *lines]))

@@ -35,7 +35,7 @@ from hacpo_mega.megatron.model.model import HiddenStateModel, unwrapped
 from hacpo_mega.megatron.model.platform import megatron_platform
 from hacpo_mega.megatron.train.optimizer import ActorOptimizer, ParameterShare
 from hacpo_mega.megatron.weights.hf_reader import FolderReader
-from hacpo_mega.megatron.weights.names import place_of, sources_of, trained_slots
+from hacpo_mega.megatron.weights.names import shard_coordinates, sources_of, trained_slots
 from hacpo_mega.models.sharding.segments import Cut, Slot, rectangles
 
 
@@ -120,7 +120,7 @@ def read_main_weights(model: DistributedDataParallel, optimizer: ActorOptimizer,
 
 def _parts(model: HiddenStateModel, optimizer: ActorOptimizer, *, written: bool) -> dict[str, list[Part]]:
     """This rank's share of the state, as views; `written` leaves out what another rank writes."""
-    own, parts = place_of(model), defaultdict(list)
+    own, parts = shard_coordinates(model), defaultdict(list)
     for slot in _written_slots(model) if written else trained_slots(model, model.pg_collection.pp.rank()):
         share = _share(optimizer, model.get_parameter(slot.parameter), written=written)
         if share is None:  # other cells own all of this parameter

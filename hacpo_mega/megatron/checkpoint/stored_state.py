@@ -87,7 +87,7 @@ def write_parts(parts: Parts, folder: Path, group: dist.ProcessGroup | None = No
     # torch's own save would exchange plans and results as pickles.
     rank = 0 if group is None else group.rank()
     writer = FileSystemWriter(str(folder), single_file_per_rank=True, sync_files=True)
-    writer.fs = _FolderAsItIs()
+    writer.fs = _ExistingFolder()
     try:
         report = {"written": _write_share(writer, parts, rank)}
     except Exception as error:  # of any kind: the others wait for a message
@@ -101,7 +101,7 @@ def write_parts(parts: Parts, folder: Path, group: dist.ProcessGroup | None = No
         raise NotWritten(refusal)
 
 
-class _FolderAsItIs(FileSystem):
+class _ExistingFolder(FileSystem):
     """File system that makes no folder: if the run's folder disappears while it writes, none may take its place."""
 
     def mkdir(self, _path: str | os.PathLike) -> None:
@@ -116,12 +116,11 @@ def _write_share(writer: FileSystemWriter, parts: Parts, rank: int) -> list[Writ
     writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=False)
     plan = planner.finish_plan(writer.prepare_local_plan(planner.create_local_plan()))
     results = {result.index: result.storage_data for result in writer.write_data(plan, planner).wait()}
-    return [
-        (name, part.shape, part.offsets, tuple(part.data.shape), place.offset, place.length)
-        for name, own in parts.items()
-        for part in own
-        for place in [results[MetadataIndex(name, part.offsets)]]
-    ]
+    written = []
+    for name, part in ((name, part) for name, own in parts.items() for part in own):
+        place = results[MetadataIndex(name, part.offsets)]
+        written.append((name, part.shape, part.offsets, tuple(part.data.shape), place.offset, place.length))
+    return written
 
 
 def _finish(writer: FileSystemWriter, messages: Sequence[bytes]) -> str | None:
@@ -162,17 +161,17 @@ class StateReader:
             self._files.read_data(LoadPlan(items), _ReadParts(parts)).wait()
         except OSError:
             raise
-        except Exception as error:  # whatever torch says of files that are not what their index says
+        except Exception as error:  # torch's readers raise many kinds for files that do not fit their index
             line = " ".join(str(error).split())[:200]
             raise ValueError(f"{self._folder} is damaged: its files are not what {INDEX} says ({line})") from error
 
     def _items(self, name: str, part: Part) -> list[ReadItem]:
         """Read requests of a part. ValueError unless the index has this tensor, in this shape, and all of the part."""
-        found = self._index.state_dict_metadata.get(name)
-        if found is None or tuple(found.size) != part.shape:
-            there = "not there" if found is None else f"{list(found.size)} there"
-            raise ValueError(f"{self._folder / INDEX}: {name} should be {list(part.shape)} and is {there}")
-        items = create_read_items_for_chunk_list(name, found, [part.chunk])
+        stored = self._index.state_dict_metadata.get(name)
+        if stored is None or tuple(stored.size) != part.shape:
+            found = "not there" if stored is None else f"{list(stored.size)} there"
+            raise ValueError(f"{self._folder / INDEX}: {name} should be {list(part.shape)} and is {found}")
+        items = create_read_items_for_chunk_list(name, stored, [part.chunk])
         if sum(item.lengths.numel() for item in items) != part.data.numel():
             raise ValueError(f"{self._folder / INDEX} does not have every number of {name} once")
         return items

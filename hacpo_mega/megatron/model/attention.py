@@ -32,14 +32,14 @@ from hacpo_mega.megatron.model.context_parallel import FromHeads, whole_sequence
 from hacpo_mega.megatron.model.installed import FLASH3
 from hacpo_mega.megatron.model.rope import rotate
 from hacpo_mega.megatron.model.router import random_weight
-from hacpo_mega.megatron.model.shared_prompts import PackedSegments, Run, gather_tokens, met_tokens
+from hacpo_mega.megatron.model.shared_prompts import PackedSegments, Run, attended_tokens, gather_tokens
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.families.latent import EPSILON
 
 # torch 2.11 has no such argument and accepts grouped heads; later versions need it.
 GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 # Largest heads of both flash kernels.
-MOST_OF_FLASH = 256
+MAX_FLASH_HEAD = 256
 
 
 class PackedAttention(torch.nn.Module):
@@ -87,7 +87,7 @@ class PackedAttention(torch.nn.Module):
         """Attention output of this rank's tokens [t, N, D]; D is the values', which may be below the keys'."""
         assert attention_mask is None, "packed sequences carry their mask in cu_seqlens"
         half = query_tND.dtype in (torch.bfloat16, torch.float16)
-        flash = query_tND.is_cuda and half and query_tND.shape[-1] <= MOST_OF_FLASH
+        flash = query_tND.is_cuda and half and query_tND.shape[-1] <= MAX_FLASH_HEAD
         attend = _attend_flash if flash else _attend_in_groups
         query, key, value = whole_sequences(query_tND, key_tKD, value_tKD, self.cp)
         sinks_N = None if self.sinks is None else self.sinks.chunk(self.cp.size())[self.cp.rank()]
@@ -109,13 +109,14 @@ def _attend_flash(
 ) -> torch.Tensor:
     # Megatron splits one fused projection: its value is a strided view, which the kernel refuses.
     sources = key_TKD, value_TKD.contiguous()
-    with met_tokens(sources, packed.key_places) as met:  # the kernel lets the last query of a segment see all of them
+    # The kernel aligns the ends of queries and keys: the last query of a segment sees all keys, each before one less.
+    with attended_tokens(sources, packed.key_places) as attended:
         if sinks_N is not None:
-            return WithSinks.apply(query_TND, *met, sinks_N, _Varlen(packed, scale, window))
+            return WithSinks.apply(query_TND, *attended, sinks_N, _Varlen(packed, scale, window))
         if has_flash3():
             return FLASH3(
                 query_TND,
-                *met,
+                *attended,
                 packed.cu_seqlens_q,
                 packed.cu_seqlens_kv,
                 packed.max_seqlen_q,
@@ -128,7 +129,7 @@ def _attend_flash(
             )
         return varlen_attn(
             query_TND,
-            *met,
+            *attended,
             packed.cu_seqlens_q,
             packed.cu_seqlens_kv,
             packed.max_seqlen_q,
@@ -161,9 +162,9 @@ def _attend_in_groups(
     for run in packed.runs:
         query_GND = query_TND[first : first + sum(run.lengths)]
         if run.key_BM is None:
-            meets = slice(first, first + sum(run.lengths))
-            met = key_TKD[meets], value_TKD[meets]
-            parts.append(_attend_padded(run.lengths, query_GND, *met, scale, window, sinks_N))
+            own = slice(first, first + sum(run.lengths))
+            attended = key_TKD[own], value_TKD[own]
+            parts.append(_attend_padded(run.lengths, query_GND, *attended, scale, window, sinks_N))
         else:
             parts.append(_attend_prefixed(run, query_GND, key_TKD, value_TKD, scale, window, sinks_N))
         first += sum(run.lengths)
@@ -209,8 +210,8 @@ def _attend_prefixed(
     back_BQM = run.back_BQM
     sees_BQM = (back_BQM >= 0) if window is None else (back_BQM >= 0) & (back_BQM < window)
     query_BQND = gather_tokens(query_GND, run.query_BQ)
-    with met_tokens((key_TKD, value_TKD), run.key_BM) as met:
-        padded = (tensor.transpose(1, 2) for tensor in (query_BQND, *met))
+    with attended_tokens((key_TKD, value_TKD), run.key_BM) as attended:
+        padded = (tensor.transpose(1, 2) for tensor in (query_BQND, *attended))
         output = _attend_masked(*padded, sees_BQM[:, None], scale, sinks_N)
     return output.transpose(1, 2)[run.is_query_BQ]
 
@@ -299,8 +300,8 @@ def _attend_masked(
 ) -> torch.Tensor:
     """torch's attention of queries [B, N, Q, D] over what they see; None: all up to themselves.
 
-    A sink is one more key in front, which all see: each query has a further number, its sink, that meets 1 there and 0
-    in other keys.
+    A sink is one more key in front, which all see: each query has a further number, its sink, that
+    meets 1 there and 0 in other keys.
     """
     whole, groups = needs_whole_heads(query), query.shape[1] // key.shape[1]
     if whole and groups > 1:

@@ -106,35 +106,35 @@ class FromHeads:
         self._last = (heads_TND.detach(), tokens_tND.data) if is_kept else None
         return tokens_tND
 
-    def let_go(self, answer: torch.Tensor, is_kept: bool) -> None:
-        """Frees the last output, which all readers have read; `answer` is the projection's result.
+    def free_output(self, projected: torch.Tensor, is_kept: bool) -> None:
+        """Frees the last output, which the projection has read, and has kept for backward if `is_kept`.
 
-        Frees nothing unless the projection has kept it (`is_kept`).
+        `projected` is the projection's result, whose gradient comes before the output is needed again.
         """
         last, self._last = self._last, None
         if last is None or not is_kept:
             return
-        redoing, tokens_tND = [last], last[1]
+        pending, tokens_tND = [last], last[1]
         size = tokens_tND.nbytes
         resize(tokens_tND, 0)
 
         def redo(_gradient: torch.Tensor) -> None:
-            if redoing:  # once; afterwards neither is kept
-                heads_TND, tokens_tND = redoing.pop()
+            if pending:  # once: afterwards this keeps neither tensor alive
+                heads_TND, tokens_tND = pending.pop()
                 resize(tokens_tND, size)
                 _gather_heads(heads_TND, self._group, out=tokens_tND)
 
-        answer.register_hook(redo)
+        projected.register_hook(redo)
 
 
-def redo_output(attention: torch.nn.Module) -> None:
-    """Makes a Megatron attention free its output by tokens; a frozen projection keeps none anyway."""
+def recompute_output(attention: torch.nn.Module) -> None:
+    """Makes a Megatron attention free its output by tokens, and redo it in backward; a frozen projection keeps none."""
 
-    def over(attention: torch.nn.Module, _given: tuple, answer: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+    def free(attention: torch.nn.Module, _inputs: tuple, output: tuple[torch.Tensor, torch.Tensor | None]) -> None:
         is_kept = any(parameter.requires_grad for parameter in attention.linear_proj.parameters())
-        attention.core_attention.from_heads.let_go(answer[0], is_kept)
+        attention.core_attention.from_heads.free_output(output[0], is_kept)
 
-    attention.register_forward_hook(over)
+    attention.register_forward_hook(free)
 
 
 def _gather_tokens(tensor_tND: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 import torch  # noqa: F401  apex's extension is linked to libraries that torch loads
 
 # The first has all that megatron-core 0.19.2 imports for this project's layers and optimizer; the second came after it.
-FIRST, BEYOND = (2, 14), (2, 20)
-REMEDY = (
+TE_FIRST, TE_BEYOND = (2, 14), (2, 20)
+TE_REMEDY = (
     'Build it for this torch: pip install --no-build-isolation "transformer-engine[pytorch]>=2.14,<2.20" '
     "(docs/guide/gpus.md), or remove it: hacpo_mega trains without"
 )
@@ -25,9 +25,9 @@ APEX_REMEDY = "Build it for this torch (launch/image/Dockerfile has the lines), 
 
 def version_problem(version: str) -> str | None:
     """Problem with a version of TransformerEngine; None if Megatron supports it."""
-    if FIRST <= tuple(int(part) for part in version.split(".")[:2]) < BEYOND:
+    if TE_FIRST <= tuple(int(part) for part in version.split(".")[:2]) < TE_BEYOND:
         return None
-    return f"transformer-engine {version} is installed; Megatron takes 2.14 up to, not including, 2.20. {REMEDY}"
+    return f"transformer-engine {version} is installed; Megatron takes 2.14 up to, not including, 2.20. {TE_REMEDY}"
 
 
 @contextmanager
@@ -43,10 +43,10 @@ def whole_or_absent(name: str, remedy: str, absent: type[ImportError] = ModuleNo
 
 
 te = apex = None
-with whole_or_absent("transformer-engine", REMEDY, absent=ImportError):  # which Megatron reads as: not there
+with whole_or_absent("transformer-engine", TE_REMEDY, absent=ImportError):  # which Megatron reads as: not there
     import transformer_engine.pytorch as te
-VERSION = te and importlib.metadata.version("transformer-engine")
-if VERSION and (problem := version_problem(VERSION)):
+TE_VERSION = te and importlib.metadata.version("transformer-engine")
+if TE_VERSION and (problem := version_problem(TE_VERSION)):
     raise ValueError(problem)
 
 with whole_or_absent("apex", APEX_REMEDY):  # also without its extensions, or the other project of that name

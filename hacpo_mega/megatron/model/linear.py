@@ -77,26 +77,26 @@ class EmbeddingInFloat32(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def multiplying(megatrons: type[Function]) -> type[Function]:
-    """Wraps an autograd function of Megatron's, which is applied unchanged on other devices."""
+def with_own_products(megatron_function: type[Function]) -> type[Function]:
+    """Subclass of an autograd function of Megatron's with `product` as its matmul on a CPU; unchanged elsewhere."""
 
-    class Multiplying(megatrons):
+    class WithOwnProducts(megatron_function):
         @classmethod
         def apply(cls, input_T1K: torch.Tensor, *given: Any) -> torch.Tensor:
-            chosen = super() if input_T1K.device.type == "cpu" else megatrons
+            chosen = super() if input_T1K.device.type == "cpu" else megatron_function
             return chosen.apply(input_T1K, *given)
 
         @staticmethod
         def forward(ctx: FunctionCtx, *given: Any) -> torch.Tensor:
             with _Products():
-                return megatrons.forward(ctx, *given)
+                return megatron_function.forward(ctx, *given)
 
         @staticmethod
         def backward(ctx: FunctionCtx, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
             with _Products():
-                return megatrons.backward(ctx, *grads)
+                return megatron_function.backward(ctx, *grads)
 
-    return Multiplying
+    return WithOwnProducts
 
 
 class GatedActivation(torch.nn.Module):

@@ -20,7 +20,7 @@ from torch.nn.functional import silu
 
 from hacpo_mega.cluster.machine.device import send
 from hacpo_mega.config.checks.pass_through import table_problems
-from hacpo_mega.megatron.model.context_parallel import own_tokens, redo_output
+from hacpo_mega.megatron.model.context_parallel import own_tokens, recompute_output
 from hacpo_mega.megatron.model.delta_net import GatedDeltaNet
 from hacpo_mega.megatron.model.layers import decoder_spec
 from hacpo_mega.megatron.model.linear import ADDS_AT_ONCE, EmbeddingInFloat32
@@ -68,7 +68,7 @@ class HiddenStateModel(GPTModel):
         self.window_rope_P = window_frequencies(architecture).to(torch.cuda.current_device())
         for place, layer in enumerate(self.decoder.layers):
             if not isinstance(layer.self_attention, GatedDeltaNet):
-                redo_output(layer.self_attention)
+                recompute_output(layer.self_attention)
             layer.mlp.place = place  # index of an expert layer's routing
 
     @property
@@ -216,7 +216,7 @@ def transformer_config(
         "fp16": dtype is torch.float16,
         "activation_func": silu,
     }
-    # Users who have what the fusions need, such as apex, can switch them on.
+    # The fusions need packages such as apex; users who have these can switch them on.
     defaults = {
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
@@ -253,16 +253,17 @@ def forward_packed(
     num_own = own.stop - own.start
     assert num_own % tp == 0, (num_tokens, num_own, tp)
     packed = packed_segments(cu_seqlens, prefixes_S2)
-    told = None if routing_TLK is None else _of_rank(unwrapped(model), routing_TLK[own])
+    routing_tLK = None if routing_TLK is None else _rank_routing(unwrapped(model), routing_TLK[own])
     segments = (packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.key_places)
-    sent = send((tokens_T[own], positions_T[own], told, *segments), unwrapped(model).rope_P.device)
+    sent = send((tokens_T[own], positions_T[own], routing_tLK, *segments), unwrapped(model).rope_P.device)
     packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.key_places = sent[3:]
+    # Megatron passes a padding mask unchanged to every expert layer: it carries the routing (moe.py).
     inputs = {"input_ids": sent[0][None], "position_ids": sent[1][None], "padding_mask": sent[2]}
     with megatron_platform(), plain_torch():
         return model(**inputs, attention_mask=None, packed_seq_params=packed)
 
 
-def _of_rank(model: HiddenStateModel, routing_tLK: torch.Tensor) -> torch.Tensor:
+def _rank_routing(model: HiddenStateModel, routing_tLK: torch.Tensor) -> torch.Tensor:
     """Routing [t/tp, own layers, K] of this tensor rank's tokens (neighbours) in this chunk's layers."""
     first = model.decoder.layers[0].layer_number - 1
     mine = routing_tLK.chunk(model.pg_collection.tp.size())[model.pg_collection.tp.rank()]

@@ -81,8 +81,8 @@ class ExpertLayer(torch.nn.Module):
 
     def _routed(self, hidden: torch.Tensor, read: torch.Tensor, padding_mask: torch.Tensor | None) -> torch.Tensor:
         """The experts' output for `hidden`, [n, 1, H] both, by a router that reads `read`, of the same shape."""
-        hidden_nH, told_nk = hidden.flatten(0, -2), None if padding_mask is None else padding_mask[:, self.place]
-        shares_nk, experts_nk = self.router(read.flatten(0, -2), told_nk)
+        hidden_nH, replayed_nk = hidden.flatten(0, -2), None if padding_mask is None else padding_mask[:, self.place]
+        shares_nk, experts_nk = self.router(read.flatten(0, -2), replayed_nk)
         order, counts_E = by_expert(experts_nk, self.architecture.num_experts)
         rows_RH = _Spread.apply(hidden_nH, order, experts_nk.shape[1])
         if self.group.size() == 1:
@@ -249,7 +249,7 @@ class ExpertDispatch:
         to_re = counts_E.view(group.size(), -1)
         from_re = torch.empty_like(to_re)
         dist.all_to_all_single(from_re, to_re.contiguous(), group=group)
-        sent, received = _known(torch.stack([to_re.sum(dim=1), from_re.sum(dim=1)]), num_rows)
+        sent, received = _on_host(torch.stack([to_re.sum(dim=1), from_re.sum(dim=1)]), num_rows)
         experts_e = torch.arange(from_re.shape[1], device=from_re.device).repeat(group.size())
         labels_R = experts_e.repeat_interleave(from_re.flatten(), output_size=sum(received))
         return cls(group, sent, received, labels_R.argsort(stable=True), from_re.sum(dim=0))
@@ -263,10 +263,10 @@ class ExpertDispatch:
         return all_to_all(self.group, _Permute.apply(rows, _inverse(self.order)), self.sent, self.received)
 
 
-def _known(counts: torch.Tensor, _num_rows: int) -> list[list[int]]:
+def _on_host(counts: torch.Tensor, _num_rows: int) -> list[list[int]]:
     """Counts as Python numbers: waits for the device.
 
-    A memory trace, which has no numbers, replaces this function: each line of counts is of `_num_rows`, shared evenly.
+    A memory trace, which has no numbers, replaces this function by one that spreads `_num_rows` evenly in each line.
     """
     return counts.tolist()
 
@@ -299,14 +299,14 @@ def expert_product(rows_RK: torch.Tensor, weight_MK: torch.Tensor, counts_e: tor
 
 
 def _fits(rows_RK: torch.Tensor, weight_MK: torch.Tensor, num_experts: int) -> bool:
-    """True if torch's grouped product supports them: half precision on CUDA, in rows of 16 bytes."""
+    """True if torch's grouped product supports these matrices: bfloat16 on CUDA, in rows of 16 bytes."""
     aligned = not (weight_MK.shape[0] // num_experts % ALIGNED or weight_MK.shape[1] % ALIGNED)
     return rows_RK.is_cuda and rows_RK.dtype is torch.bfloat16 and aligned
 
 
 def looped_product(rows_RK: torch.Tensor, weight_MK: torch.Tensor, counts_e: torch.Tensor) -> torch.Tensor:
     """`expert_product` with one product per expert. Waits for the device."""
-    (counts,) = _known(counts_e[None], len(rows_RK))
+    (counts,) = _on_host(counts_e[None], len(rows_RK))
     return _Looped.apply(rows_RK, weight_MK, counts)
 
 

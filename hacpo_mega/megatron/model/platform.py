@@ -92,16 +92,16 @@ class _CudaMeansCpu(TorchFunctionMode):
                 args = tuple(map(_device_on_cpu, args))
                 break
         if not kwargs:
-            answer = func(*args)
+            result = func(*args)
         else:
             kwargs = {key: _device_on_cpu(value) for key, value in kwargs.items()}
             # Pinned memory exists only beside an accelerator.
             kwargs.pop("pin_memory", None)
-            answer = func(*args, **kwargs)
-        if func is torch.Tensor.type and isinstance(answer, str):
+            result = func(*args, **kwargs)
+        if func is torch.Tensor.type and isinstance(result, str):
             # The distributed optimizer sorts parameters by this string.
-            return answer.replace("torch.", "torch.cuda.", 1)
-        return answer
+            return result.replace("torch.", "torch.cuda.", 1)
+        return result
 
 
 def _device_on_cpu(value: Any) -> Any:

@@ -32,8 +32,8 @@ from hacpo_mega.models.families.architecture import Architecture
 
 # As in transformers: shares that are all zero stay zero.
 LEAST = 1e-20
-# Special values in place of a replayed expert: the router decides; the token is padding, which nobody reads.
-UNTOLD, PADDING = -1, -2
+# Values in place of a replayed expert's number: the router decides; the token is padding.
+UNROUTED, PADDING = -1, -2
 
 
 class Router(torch.nn.Module):
@@ -89,8 +89,8 @@ class Router(torch.nn.Module):
         scores_nE = logits_nE.softmax(dim=-1) if self.bias is None else logits_nE.sigmoid()
         experts_nk = chosen_nk = self._largest(scores_nE.detach())
         if replayed_nk is not None:
-            is_told_n1 = replayed_nk[:, :1] >= 0
-            experts_nk = torch.where(is_told_n1, replayed_nk.long(), chosen_nk)
+            is_replayed_n1 = replayed_nk[:, :1] >= 0
+            experts_nk = torch.where(is_replayed_n1, replayed_nk.long(), chosen_nk)
         shares_nk = scores_nE.gather(1, experts_nk)
         if self.architecture.normalises_experts:
             shares_nk = shares_nk / (shares_nk.sum(dim=-1, keepdim=True) + LEAST)
@@ -103,7 +103,7 @@ class Router(torch.nn.Module):
             if replayed_nk is not None:
                 is_other_nk = (experts_nk[:, :, None] != chosen_nk[:, None, :]).all(dim=-1)
                 self.replayed_2 += torch.stack(
-                    [is_other_nk.sum(), is_told_n1.sum() * self.architecture.experts_per_token]
+                    [is_other_nk.sum(), is_replayed_n1.sum() * self.architecture.experts_per_token]
                 )
             if self.num_tokens:
                 is_read_n = torch.ones_like(experts_nk[:, 0]) if replayed_nk is None else replayed_nk[:, 0] != PADDING

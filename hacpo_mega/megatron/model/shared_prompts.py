@@ -145,7 +145,7 @@ def gather_tokens(tensor_TKD: torch.Tensor, places: torch.Tensor) -> torch.Tenso
 
 
 @contextmanager
-def met_tokens(
+def attended_tokens(
     tensors: Sequence[torch.Tensor], places: torch.Tensor | None
 ) -> Iterator[tuple[torch.Tensor, ...] | Sequence[torch.Tensor]]:
     """Context with the keys or values that segments attend to: rows `places` of tensors [T, K, D], or all (None).

@@ -1,8 +1,8 @@
 """Fused kernels of an actor's optimizer: Adam, the global gradient norm, and gradient scaling in clipping.
 
-TransformerEngine and apex have each of them as one launch over a list of tensors. Megatron takes the first that it can
-import, for the whole process, even if its kernels cannot run; here the configuration decides. All compute Adam with
-decoupled weight decay on the same fp32 state, so checkpoints do not depend on the choice.
+TransformerEngine and apex have each of these kernels as one launch over a list of tensors. Megatron takes the first
+package that it can import, for the whole process, even if its kernels cannot run; here the configuration decides. All
+compute Adam with decoupled weight decay on the same fp32 state, so checkpoints do not depend on the choice.
 """
 
 from collections.abc import Callable, Collection
@@ -14,9 +14,10 @@ import torch
 from megatron.core import utils as local
 from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer
 
-from hacpo_mega.megatron.model.installed import APEX_VERSION, VERSION
+from hacpo_mega.megatron.model.installed import APEX_VERSION, TE_VERSION
 
-VERSIONS = {"te": f"TransformerEngine {VERSION}", "apex": f"apex {APEX_VERSION}", "torch": f"torch {torch.__version__}"}
+VERSIONS = {"te": f"TransformerEngine {TE_VERSION}", "apex": f"apex {APEX_VERSION}"}
+VERSIONS["torch"] = f"torch {torch.__version__}"
 
 
 class Kernels(NamedTuple):
@@ -47,28 +48,28 @@ def _scale_all(_chunk: int, _flag: torch.Tensor, lists: list[list[torch.Tensor]]
 
 
 # Installed implementations, in the order of preference of "auto". installed.py has refused incomplete ones.
-THERE: dict[str, Kernels] = {}
+INSTALLED: dict[str, Kernels] = {}
 with suppress(ImportError):
     from transformer_engine.pytorch import optimizers as te
 
-    THERE["te"] = Kernels(te.FusedAdam, te.multi_tensor_applier, te.multi_tensor_l2norm, te.multi_tensor_scale)
+    INSTALLED["te"] = Kernels(te.FusedAdam, te.multi_tensor_applier, te.multi_tensor_l2norm, te.multi_tensor_scale)
 with suppress(ImportError):
     import amp_C
     from apex.multi_tensor_apply import multi_tensor_applier
     from apex.optimizers import FusedAdam
 
-    THERE["apex"] = Kernels(FusedAdam, multi_tensor_applier, amp_C.multi_tensor_l2norm, amp_C.multi_tensor_scale)
-THERE["torch"] = Kernels(torch.optim.AdamW, local.local_multi_tensor_applier, _norm_of_all, _scale_all)
+    INSTALLED["apex"] = Kernels(FusedAdam, multi_tensor_applier, amp_C.multi_tensor_l2norm, amp_C.multi_tensor_scale)
+INSTALLED["torch"] = Kernels(torch.optim.AdamW, local.local_multi_tensor_applier, _norm_of_all, _scale_all)
 
 
-def chosen_kernels(asked: str, *, on_cuda: bool, there: Collection[str] = tuple(THERE)) -> str:
+def chosen_kernels(asked: str, *, on_cuda: bool, installed: Collection[str] = tuple(INSTALLED)) -> str:
     """Implementation ("te", "apex" or "torch") for an optimizer that asks for "auto" or one of them.
 
-    `there` lists the installed ones, best first. ValueError, in one line, if it is not possible.
+    `installed` lists the installed ones, best first. ValueError, in one line, if the asked one cannot be used.
     """
     if asked == "auto":
-        return next(name for name in there if on_cuda or name == "torch")
-    if asked not in there:
+        return next(name for name in installed if on_cuda or name == "torch")
+    if asked not in installed:
         raise ValueError(
             f'optimizer.kernels = "{asked}", but {VERSIONS[asked].partition(" ")[0]} is not installed here: build it '
             '(launch/image/Dockerfile), or set "auto"'
@@ -80,7 +81,7 @@ def chosen_kernels(asked: str, *, on_cuda: bool, there: Collection[str] = tuple(
 
 def use_kernels(name: str) -> None:
     """Makes Megatron build and run optimizers with these kernels, in the whole process, from now on."""
-    kernels = THERE[name]
+    kernels = INSTALLED[name]
     construction.USING_PYTORCH_OPTIMIZER = name == "torch"
     construction.Adam = distrib_optimizer.Adam = kernels.adam
     clip_grads.multi_tensor_applier = optimizer.multi_tensor_applier = kernels.apply

@@ -1,6 +1,6 @@
 """Offload of an actor's tensors to host memory while the engine generates. Bitwise neutral.
 
-`agents.offload` offloads all that only an optimizer step reads: the float32 main weights that are copies of
+`agents.offload` offloads what an optimizer step alone reads: the float32 main weights that are copies of
 half-precision ones, and both moments of Adam. Main weights that are views of the model's own, as with a float32 model,
 stay. `placement = "shared"` offloads the whole actor (optimizer.py). Gradient buffers are scratch, since every backward
 begins by filling them with zeros: their memory is freed and taken again without a copy.
@@ -48,7 +48,7 @@ class Offload:
         self,
         tensors: Sequence[Tensor],
         views: Sequence[Tensor] = (),
-        what: str = "the optimizer's state",
+        name: str = "the optimizer's state",
         *,
         scratch: Sequence[Tensor] = (),
     ) -> None:
@@ -56,21 +56,22 @@ class Offload:
 
         tensors   each spans its whole storage, is contiguous, and shares one dtype and device with the others
         views     contiguous views of them, which are emptied along with them
-        what      name of the tensors for error messages
+        name      of the tensors, for error messages
         scratch   tensors over whole storages whose numbers nobody needs later: they come back with arbitrary content
 
         RuntimeError if the host cannot pin as much.
         """
         for tensor in (*tensors, *scratch):
             assert tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes, tensor.shape
-        self._tensors, self._views, self._what = list(tensors), list(views), what
+        self._tensors, self._views, self._name = list(tensors), list(views), name
+        # While offloaded, a tensor has other `data`; these keep its storage, whose memory is freed and taken again.
         self._originals = [tensor.detach() for tensor in tensors]
         self._view_originals = [view.detach() for view in views]
         self._scratch, self._scratch_originals = list(scratch), [tensor.detach() for tensor in scratch]
         self.residence = Residence.ON_DEVICE
         self._stream: torch.cuda.Stream | None = None
         self._copied: torch.cuda.Event | None = None
-        self._of: dict[int, Tensor] = {}
+        self._host_copy: dict[int, Tensor] = {}
         if not tensors:
             return
         (dtype,), (device,) = {tensor.dtype for tensor in tensors}, {tensor.device for tensor in tensors}
@@ -83,16 +84,16 @@ class Offload:
             weakref.finalize(self._host, unpin_memory, self._host.data_ptr()).atexit = False
             self._stream, self._copied = torch.cuda.Stream(device), torch.cuda.Event()
         self._on_host = [part.view(tensor.shape) for part, tensor in zip(self._host.split(sizes), tensors, strict=True)]
-        self._of |= {id(tensor): part for tensor, part in zip(self._tensors, self._on_host, strict=True)}
+        self._host_copy |= {id(tensor): part for tensor, part in zip(self._tensors, self._on_host, strict=True)}
         of_storage = {original.data_ptr(): part for original, part in zip(self._originals, self._on_host, strict=True)}
         for view in self._views:
             whole, first = of_storage[view.untyped_storage().data_ptr()].view(-1), view.storage_offset()
-            self._of[id(view)] = whole[first : first + view.numel()].view(view.shape)
+            self._host_copy[id(view)] = whole[first : first + view.numel()].view(view.shape)
 
     def readable(self, tensor: Tensor) -> Tensor:
         """Tensor with the current numbers of `tensor`: its host copy while it is offloaded, else itself."""
-        is_there = self.residence in (Residence.ON_DEVICE, Residence.OFFLOADING)
-        return tensor if is_there else self._of.get(id(tensor), tensor)
+        is_on_device = self.residence in (Residence.ON_DEVICE, Residence.OFFLOADING)
+        return tensor if is_on_device else self._host_copy.get(id(tensor), tensor)
 
     def begin_offload(self) -> None:
         """Begins to copy the tensors to the host, behind the device's work so far; a no-op unless on the device."""
@@ -157,7 +158,7 @@ class Offload:
                 view.data = original
             self.residence = Residence.ON_DEVICE
         if self.residence is not Residence.ON_DEVICE:
-            raise RuntimeError(f"{self._what} is {self.residence.value}: begin_onload() comes before its use")
+            raise RuntimeError(f"{self._name} is {self.residence.value}: begin_onload() comes before its use")
 
     def _copy(self, into: Sequence[Tensor], out_of: Sequence[Tensor]) -> None:
         if self._stream is None or self._copied is None:

@@ -99,10 +99,11 @@ class ActorOptimizer:
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
             if self.kernels == "torch":
                 group["fused"] = True  # one pass over the state; by itself torch takes several, with temporaries
-        if has_state := offload_mode in ("state", "everything"):
+        offloads_state = offload_mode in ("state", "everything")
+        if offloads_state:
             self.make_moments()  # so that the host's memory is taken now, not in the first step
         gradients = [buffer.grad_data for buffer in buffers_of(model)] if offload_mode != "nothing" else []
-        self.offload = Offload(self._own_state() if has_state else (), scratch=gradients)
+        self.offload = Offload(self._own_state() if offloads_state else (), scratch=gradients)
         # The main weights of a float32 model are views of its buffers, too; what is frozen is in no buffer.
         # A router's bias, float32 and a few numbers, stays.
         frozen = [p for p in model.parameters() if not p.requires_grad and p.dtype is model.config.params_dtype]
@@ -182,8 +183,7 @@ class ActorOptimizer:
         """
         self.offload.ensure_on_device()  # Megatron pairs every gradient with its main weight
         self.megatron.prepare_grads()
-        parts = self.megatron.chained_optimizers
-        return [gradient for part in parts for gradient in part.get_grads_for_grad_norm()]
+        return [gradient for part in self.parts for gradient in part.get_grads_for_grad_norm()]
 
     def sum_over_model(self, values: torch.Tensor) -> torch.Tensor:
         """Sums a tensor, in place, over the ranks that share `counted_gradients`. Collective over the agent."""

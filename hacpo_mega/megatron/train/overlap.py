@@ -83,11 +83,9 @@ def _gather(weights_N: torch.Tensor, group: torch.distributed.ProcessGroup) -> t
 
 
 def finish_gather(model: DistributedDataParallel) -> None:
-    """Waits for the pending all-gather of updated parameters.
+    """Waits for the pending all-gather of updated parameters, before they are used outside their module's forward.
 
-    Needed before they are read or written outside their module's forward.
-
-    A write before that would be lost with gloo, which writes this rank's shard too.
+    An earlier write would be lost with gloo, which writes this rank's own shard, too.
     """
     _wait(tuple(_bucket_groups(model)))
 

@@ -44,7 +44,7 @@ from hacpo_mega.cluster.groups.tree import as_tensor, join, split
 from hacpo_mega.cluster.machine.device import send
 from hacpo_mega.config import DataParallelConfig
 from hacpo_mega.megatron.model.model import HiddenStateModel, forward_packed, unwrapped
-from hacpo_mega.megatron.model.router import PADDING, UNTOLD, coefficients
+from hacpo_mega.megatron.model.router import PADDING, UNROUTED, coefficients
 from hacpo_mega.megatron.train.optimizer import OptimizerStep
 from hacpo_mega.megatron.train.overlap import buffers_of, reduction_inside_backward, wait_before_use
 from hacpo_mega.records import ExpertLoad, MicroBatch, Sample, TokenSequence, UpdateStats
@@ -91,13 +91,13 @@ def forward_only(model: DistributedDataParallel, batches: Sequence[MicroBatch], 
 
     def step(batches_left, model):
         batch = next(batches_left)
-        answer = last_stage if batch.sequences else lambda hidden_TH, batch: None
-        return _forward(model, batch, longest), lambda hidden_TH, non_loss_data: answer(hidden_TH, batch)
+        function = last_stage if batch.sequences else lambda hidden_TH, batch: None
+        return _forward(model, batch, longest), lambda hidden_TH, non_loss_data: function(hidden_TH, batch)
 
     with torch.no_grad():
         pipeline = _pipeline(model, batches)
-        answers = run(forward_step_func=step, forward_only=True, collect_non_loss_data=True, **pipeline)
-        return _of_sequences(answers, batches)
+        results = run(forward_step_func=step, forward_only=True, collect_non_loss_data=True, **pipeline)
+        return _without_empty(results, batches)
 
 
 def accumulate_gradients(
@@ -116,19 +116,19 @@ def accumulate_gradients(
 
     def step(batches_left, model):
         batch = next(batches_left)
-        return _forward(model, batch, longest), partial(last_stage, batch=batch) if batch.sequences else _nothing
+        return _forward(model, batch, longest), partial(last_stage, batch=batch) if batch.sequences else _zero_loss
 
     # An empty micro-batch gives the head no gradient, so the reduction must not wait for it in the last one.
     with reduction_inside_backward(model, has_samples=bool(batches) and bool(batches[-1].sequences)):
         if batches:
-            return _of_sequences(run(forward_step_func=step, forward_only=False, **_pipeline(model, batches)), batches)
+            return _without_empty(run(forward_step_func=step, forward_only=False, **_pipeline(model, batches)), batches)
         model.config.finalize_model_grads_func([model])
         return []
 
 
-def _of_sequences(answers: Sequence[Any], batches: Sequence[MicroBatch]) -> list[Any]:
-    """Results without those of empty micro-batches, and of those before `batches`."""
-    return [answer for number, answer in enumerate(answers[-len(batches) :]) if batches[number].sequences]
+def _without_empty(results: Sequence[Any], batches: Sequence[MicroBatch]) -> list[Any]:
+    """Results of the micro-batches with sequences; `results` begin with those of `_pipeline`'s empty ones."""
+    return [result for number, result in enumerate(results[-len(batches) :]) if batches[number].sequences]
 
 
 def _longest(batches: Sequence[MicroBatch]) -> int:
@@ -158,13 +158,13 @@ def _routing(model: HiddenStateModel, batch: MicroBatch) -> torch.Tensor | None:
     """Replayed routing of a micro-batch [T, L, K]; padding is marked if it must be left out of the auxiliary losses."""
     if not (model.architecture.has_experts and any(coefficients(model.config)) and torch.is_grad_enabled()):
         return batch.routing_TLK
-    told_TLK = batch.routing_TLK
-    if told_TLK is None:
-        told_TLK = torch.full((len(batch.tokens_T), model.architecture.num_layers, 1), UNTOLD, dtype=torch.int16)
-    return torch.cat([told_TLK[: batch.num_tokens], torch.full_like(told_TLK[batch.num_tokens :], PADDING)])
+    routing_TLK = batch.routing_TLK
+    if routing_TLK is None:
+        routing_TLK = torch.full((len(batch.tokens_T), model.architecture.num_layers, 1), UNROUTED, dtype=torch.int16)
+    return torch.cat([routing_TLK[: batch.num_tokens], torch.full_like(routing_TLK[batch.num_tokens :], PADDING)])
 
 
-def _nothing(hidden_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+def _zero_loss(hidden_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
     """Loss of an empty micro-batch: 0."""
     return 0.0 * hidden_TH.sum(), NO_TOKEN_COUNT, None
 
@@ -217,16 +217,16 @@ def tensor_from_last_stage(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def object_from_last_stage(thing: Any, records: Sequence[type], device: torch.device) -> Any:
-    """Broadcasts an object of a few kilobytes (`to_bytes`); `records` are its classes of named tuples."""
+def object_from_last_stage(value: Any, records: Sequence[type], device: torch.device) -> Any:
+    """Broadcasts a value of a few kilobytes (`to_bytes`); `records` are its classes of named tuples."""
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
-        return thing
+        return value
     is_source = dist.get_rank() == parallel_state.get_pipeline_model_parallel_last_rank()
-    message = as_tensor(to_bytes(thing) if is_source else b"").to(device)
+    message = as_tensor(to_bytes(value) if is_source else b"").to(device)
     size = tensor_from_last_stage(torch.tensor([len(message)], device=device))
     message = message if is_source else torch.empty(int(size), dtype=torch.uint8, device=device)
     tensor_from_last_stage(message)
-    return thing if is_source else from_bytes(message.cpu().numpy().tobytes(), records)
+    return value if is_source else from_bytes(message.cpu().numpy().tobytes(), records)
 
 
 DTYPES = {
@@ -235,10 +235,10 @@ DTYPES = {
 }
 
 
-def to_bytes(thing: Any) -> bytes:
-    """Encodes the message of a pipeline's last stage. TypeError for anything else than plain values and tensors."""
+def to_bytes(value: Any) -> bytes:
+    """Encodes the message of a pipeline's last stage. TypeError for anything but plain values and tensors."""
     tensors: list[bytes] = []
-    return join([json.dumps(_described(thing, tensors)).encode(), *tensors])
+    return join([json.dumps(_described(value, tensors)).encode(), *tensors])
 
 
 def from_bytes(message: bytes, records: Sequence[type]) -> Any:
@@ -247,16 +247,16 @@ def from_bytes(message: bytes, records: Sequence[type]) -> Any:
     return _read(json.loads(text), iter(tensors), {record.__name__: record for record in records})
 
 
-def _described(thing: Any, tensors: list[bytes]) -> Any:
-    if isinstance(thing, torch.Tensor):
-        tensors.append(thing.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        return {"tensor": str(thing.dtype), "shape": list(thing.shape)}
-    if isinstance(thing, tuple | list):
-        entries = [_described(entry, tensors) for entry in thing]
-        return {"of": type(thing).__name__, "entries": entries}
-    if thing is None or isinstance(thing, bool | int | float | str):
-        return thing
-    raise TypeError(f"a report of a loss holds a {type(thing).__name__}, which no message of a stage does")
+def _described(value: Any, tensors: list[bytes]) -> Any:
+    if isinstance(value, torch.Tensor):
+        tensors.append(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return {"tensor": str(value.dtype), "shape": list(value.shape)}
+    if isinstance(value, tuple | list):
+        entries = [_described(entry, tensors) for entry in value]
+        return {"type": type(value).__name__, "entries": entries}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"a report of a loss holds a {type(value).__name__}, which no message of a stage does")
 
 
 def _read(described: Any, tensors: Any, records: dict[str, type]) -> Any:
@@ -266,8 +266,9 @@ def _read(described: Any, tensors: Any, records: dict[str, type]) -> Any:
         numbers = as_tensor(next(tensors)).view(DTYPES[described["tensor"]])
         return numbers.reshape(described["shape"])
     entries = [_read(entry, tensors, records) for entry in described["entries"]]
-    kind = described["of"]
-    return entries if kind == "list" else tuple(entries) if kind == "tuple" else records[kind](*entries)
+    if (name := described["type"]) in ("list", "tuple"):
+        return entries if name == "list" else tuple(entries)
+    return records[name](*entries)
 
 
 # ---- micro-batches: equal counts over the replicas that share experts, progress, copies, statistics
@@ -286,15 +287,15 @@ class EvenBatches(list):
             yield batch
 
 
-def places(sequences: Sequence[TokenSequence], batch: MicroBatch) -> list[int]:
+def sequence_indices(sequences: Sequence[TokenSequence], batch: MicroBatch) -> list[int]:
     """Index in `sequences` of each sequence of a micro-batch."""
-    # by identity: comparing records would compare their token arrays
-    place_of = {id(sequence): place for place, sequence in enumerate(sequences)}
-    return [place_of[id(sequence)] for sequence in batch.sequences]
+    # By identity: comparing records would compare their token arrays.
+    index_of = {id(sequence): index for index, sequence in enumerate(sequences)}
+    return [index_of[id(sequence)] for sequence in batch.sequences]
 
 
 def on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """The micro-batch with what a loss function reads of it on the device: where each sequence's rows begin."""
+    """The micro-batch with `row_cu_seqlens_B`, the one of its tensors that a loss function reads, on the device."""
     (starts_B,) = send((batch.row_cu_seqlens_B,), device)
     return replace(batch, row_cu_seqlens_B=starts_B)
 
@@ -330,19 +331,19 @@ def evened(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
     group = parallel_state.get_expert_model_parallel_group()
     if group.size() <= ranks:
         return list(batches)
-    own = next((number for number, batch in enumerate(batches) if _is_of_others(batch)), len(batches))
-    kinds = batches[:own], batches[own:]
-    most = torch.tensor([len(kind) for kind in kinds], device=torch.cuda.current_device())
-    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    num_own = next((number for number, batch in enumerate(batches) if _is_of_others(batch)), len(batches))
+    parts = batches[:num_own], batches[num_own:]
+    counts_2 = torch.tensor([len(part) for part in parts], device=torch.cuda.current_device())
+    dist.all_reduce(counts_2, op=dist.ReduceOp.MAX, group=group)
     return [
         batch
-        for kind, number in zip(kinds, most.tolist(), strict=True)
-        for batch in [*[empty_microbatch(ranks)] * (number - len(kind)), *kind]
+        for part, count in zip(parts, counts_2.tolist(), strict=True)
+        for batch in [*[empty_microbatch(ranks)] * (count - len(part)), *part]
     ]
 
 
 def _is_of_others(batch: MicroBatch) -> bool:
-    """True if it holds other agents' answers; sequences that are no samples count as own, as in scoring."""
+    """True if it has other agents' answers. Scored sequences, which are no samples, are own ones."""
     first = batch.sequences[0]
     return isinstance(first, Sample) and not first.is_self
 

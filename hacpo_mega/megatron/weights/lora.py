@@ -33,7 +33,7 @@ from torch.nn.functional import linear
 
 from hacpo_mega.megatron.model.model import HiddenStateModel
 from hacpo_mega.megatron.model.moe import as_experts, expert_product
-from hacpo_mega.megatron.weights.names import place_of
+from hacpo_mega.megatron.weights.names import shard_coordinates
 from hacpo_mega.models.sharding.lora import Adapter, Lora, adapters, factor_names
 from hacpo_mega.models.sharding.publish_plan import actor_shards
 from hacpo_mega.models.sharding.segments import Cut, Rectangle, Segment, Slot, segments, shard_shape
@@ -172,7 +172,7 @@ def _add_to_product(layer: torch.nn.Module, inputs: tuple[Tensor, ...], own: Ten
 
 
 def _layer_adapter(adapter: Adapter, model: HiddenStateModel, lora: Lora, seed: int) -> LayerAdapter:
-    architecture, cut = model.architecture, place_of(model)
+    architecture, cut = model.architecture, shard_coordinates(model)
     weight = model.get_parameter(adapter.base.parameter)
 
     def parameter(slot: Slot) -> Parameter:
@@ -225,7 +225,7 @@ class HeldWeights:
     def __init__(self, model: HiddenStateModel) -> None:
         self._parameters = dict(model.named_parameters())
         self._lora = model.lora
-        self._shards = partial(actor_shards, architecture=model.architecture, **place_of(model))
+        self._shards = partial(actor_shards, architecture=model.architecture, **shard_coordinates(model))
         self._factors: dict[str, list[tuple[Slot, Rectangle]]] = {}
         found = [] if model.lora is None else _own_adapters(model)
         for slot, held in self._shards([slot for each in found for slot in (each.down, each.up)]):

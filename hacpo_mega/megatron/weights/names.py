@@ -55,7 +55,7 @@ def sources_of(model: HiddenStateModel) -> tuple[Source, ...]:
     return tuple(dict.fromkeys(source for slot in slots for source in slot.sources))
 
 
-def place_of(model: HiddenStateModel) -> dict[str, int]:
+def shard_coordinates(model: HiddenStateModel) -> dict[str, int]:
     """Shard coordinates of this rank for segments.py: tp, tp_rank, ep, ep_rank."""
     tp, ep = model.pg_collection.tp, model.pg_collection.ep
     return {"tp": tp.size(), "tp_rank": tp.rank(), "ep": ep.size(), "ep_rank": ep.rank()}
@@ -101,7 +101,7 @@ def load_hf_weights(model: torch.nn.Module, folder: Path) -> None:
 
 def _fill(parameter: torch.nn.Parameter, slot: Slot, model: HiddenStateModel, reader: FolderReader) -> None:
     position = 0
-    for piece in segments(slot, model.architecture, **place_of(model)):
+    for piece in segments(slot, model.architecture, **shard_coordinates(model)):
         size = piece.stop - piece.start
         stored = reader.read(slot.sources[piece.source], piece.start, piece.stop, dim=slot.dim)
         parameter.narrow(slot.dim, position, size).copy_(stored)

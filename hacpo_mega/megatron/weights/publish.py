@@ -19,7 +19,7 @@ from hacpo_mega.cluster.groups.spans import WatchedGroup
 from hacpo_mega.megatron.model.model import HiddenStateModel, unwrapped
 from hacpo_mega.megatron.train.overlap import finish_gather
 from hacpo_mega.megatron.weights.lora import HeldWeights
-from hacpo_mega.megatron.weights.names import place_of, slots_of, sources_of
+from hacpo_mega.megatron.weights.names import shard_coordinates, slots_of, sources_of
 from hacpo_mega.models.sharding.publish_plan import Piece, WeightSyncPlan, actor_stacks, stack_of
 from hacpo_mega.models.sharding.shards import Shard
 
@@ -38,7 +38,7 @@ class ActorShards:
         self._model = model
         bare: HiddenStateModel = unwrapped(model)
         self._weights = HeldWeights(bare)
-        held = actor_stacks(slots_of(bare, bare.pg_collection.pp.rank()), bare.architecture, **place_of(bare))
+        held = actor_stacks(slots_of(bare, bare.pg_collection.pp.rank()), bare.architecture, **shard_coordinates(bare))
         self._places = [(slot.parameter, rectangles) for slot, rectangles in held]
         self.shards = tuple(stack_of(rectangles) for _, rectangles in self._places)
         self.published = {source.name: source.shape for source in sources_of(bare)}
@@ -99,7 +99,7 @@ class Exchange:
         `group` is the cell's own where some of its ranks are in no group of Megatron's, else None. RuntimeError if the
         ranks of the cell have made different plans.
         """
-        self._beside = group
+        self._direct_group = group
         self._group = group or _cell_group(plan.num_ranks, timeout)
         self._rank, self._dtype, self._device = self._group.rank(), dtype, device
         assert plan.num_ranks == self._group.size(), (plan.num_ranks, self._group.size())
@@ -113,10 +113,10 @@ class Exchange:
         """
         mine = torch.tensor(list(plan.digest), dtype=torch.uint8, device=self._device)
         all_RB = mine.new_empty(self._group.size() * len(mine))
-        if self._beside is None:
+        if self._direct_group is None:
             dist.all_gather_into_tensor(all_RB, mine, group=self._group)
         else:
-            self._beside.allgather([list(all_RB.view(-1, len(mine)))], [mine]).wait()
+            self._direct_group.allgather([list(all_RB.view(-1, len(mine)))], [mine]).wait()
         if not bool((all_RB.view(-1, len(mine)) == mine).all()):
             raise RuntimeError("the ranks of a cell have made different plans to publish: is one of another version?")
 
@@ -135,40 +135,40 @@ class Exchange:
         self,
         read: View,
         write: View,
-        wrote: Callable[[Piece], None],
-        sent: Callable[[str, int], None] = lambda *_: None,
-        settled: Callable[[int], None] = lambda _: None,
+        on_written: Callable[[Piece], None],
+        on_sent: Callable[[str, int], None] = lambda *_: None,
+        on_complete: Callable[[int], None] = lambda _: None,
     ) -> None:
         """Moves every number once.
 
-        wrote     called for each piece
-        sent      called with the bytes that this rank sends to others of its cell
-        settled   called with the number of every bucket that this rank has completed. All ranks of the cell get there
-                  without this one's help, so they may meet there
+        on_written    called for each piece that this rank has written
+        on_sent       called with "cell" and the bytes that this rank sends to others of its cell
+        on_complete   called with the number of every bucket that this rank has completed. It may be collective over the
+                      cell: each rank gets there without the others
         """
         arriving: _Arrivals | None = None
         for number, bucket in enumerate(self._buckets):
-            starting = self._start(bucket, read, sent)
-            own = bucket.kept
-            _copy([write(piece) for piece in own], [read(piece) for piece in own], wrote, own)
+            starting = self._start(bucket, read, on_sent)
+            kept = bucket.kept
+            _write(kept, [read(piece) for piece in kept], write, on_written)
             if arriving is not None:
-                arriving.unpack(write, wrote)
-                settled(number - 1)
+                arriving.unpack(write, on_written)
+                on_complete(number - 1)
             arriving = starting
         if arriving is not None:
-            arriving.unpack(write, wrote)
-            settled(len(self._buckets) - 1)
+            arriving.unpack(write, on_written)
+            on_complete(len(self._buckets) - 1)
 
-    def _start(self, bucket: _Bucket, read: View, sent: Callable[[str, int], None]) -> "_Arrivals":
+    def _start(self, bucket: _Bucket, read: View, on_sent: Callable[[str, int], None]) -> "_Arrivals":
         messages = {peer: torch.cat([read(p).reshape(-1) for p in pieces]) for peer, pieces in bucket.sent.items()}
         room = {peer: self._room(pieces) for peer, pieces in bucket.received.items()}
-        if self._beside is not None:  # which counts what it sends
-            works = send_and_receive(self._beside, messages, room)
+        if self._direct_group is not None:  # it counts the bytes that it sends
+            works = send_and_receive(self._direct_group, messages, room)
         else:
             operations = [self._operation(dist.isend, message, peer) for peer, message in messages.items()]
             operations += [self._operation(dist.irecv, buffer, peer) for peer, buffer in room.items()]
             for message in messages.values():
-                sent("cell", message.nbytes)
+                on_sent("cell", message.nbytes)
             works = dist.batch_isend_irecv(operations) if operations else []
         return _Arrivals(works, messages, [(room[peer], pieces) for peer, pieces in bucket.received.items()])
 
@@ -213,20 +213,18 @@ class _Arrivals:
     sending: dict[int, torch.Tensor]
     buffers: list[tuple[torch.Tensor, list[Piece]]]
 
-    def unpack(self, write: View, wrote: Callable[[Piece], None]) -> None:
+    def unpack(self, write: View, on_written: Callable[[Piece], None]) -> None:
         """Waits for the bucket, and copies it to its destination."""
         for work in self.works:
             work.wait()
         for buffer, pieces in self.buffers:
             parts = buffer.split([piece.shard.size for piece in pieces])
-            came = [part.view(piece.shard.sizes) for part, piece in zip(parts, pieces, strict=True)]
-            _copy([write(piece) for piece in pieces], came, wrote, pieces)
+            received = [part.view(piece.shard.sizes) for part, piece in zip(parts, pieces, strict=True)]
+            _write(pieces, received, write, on_written)
 
 
-def _copy(
-    targets: list[torch.Tensor], sources: list[torch.Tensor], wrote: Callable[[Piece], None], pieces: Iterable[Piece]
-) -> None:
-    if targets:
-        torch._foreach_copy_(targets, sources)
+def _write(pieces: list[Piece], numbers: list[torch.Tensor], write: View, on_written: Callable[[Piece], None]) -> None:
+    if pieces:
+        torch._foreach_copy_([write(piece) for piece in pieces], numbers)
     for piece in pieces:
-        wrote(piece)
+        on_written(piece)

@@ -32,7 +32,7 @@ from hacpo_mega.megatron.weights.hf_writer import (
     write_weights,
 )
 from hacpo_mega.megatron.weights.lora import HeldWeights
-from hacpo_mega.megatron.weights.names import place_of, slots_of, sources_of, trained_slots, write_back
+from hacpo_mega.megatron.weights.names import shard_coordinates, slots_of, sources_of, trained_slots, write_back
 from hacpo_mega.models.sharding.segments import Cut, Slot, Source, shard_shape
 
 BUCKET_BYTES = 1 << 30
@@ -50,7 +50,7 @@ class _Bucket:
     @classmethod
     def of(cls, stage: int, slots: Sequence[Slot], model: HiddenStateModel) -> "_Bucket":
         """Bucket of slots with equal group and type."""
-        return cls(stage, tuple(slots), *_way(slots[0], model))
+        return cls(stage, tuple(slots), *_group_and_dtype(slots[0], model))
 
 
 def full_tensors(
@@ -70,16 +70,16 @@ def full_tensors(
     bare = unwrapped(model)
     held = HeldWeights(bare)
     for bucket in _buckets(bare, slots_of, bucket_bytes, only):
-        shards_RN = _travel(bucket, bare, held.shard, sent)
+        shards_RN = _gather(bucket, bare, held.shard, sent)
         for name, tensor in _unpack(bucket, bare, shards_RN):
             if only is None or name in only:
                 yield name, tensor
 
 
 def full_adapters(model: HiddenStateModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the factors of all adapters, by peft's names, in the same way."""
+    """Yields the factors of all adapters by peft's names; collective as `full_tensors`."""
     for bucket in _buckets(model, trained_slots, BUCKET_BYTES, None):
-        shards_RN = _travel(bucket, model, lambda slot: model.get_parameter(slot.parameter).detach(), lambda *_: None)
+        shards_RN = _gather(bucket, model, lambda slot: model.get_parameter(slot.parameter).detach(), lambda *_: None)
         yield from _unpack(bucket, model, shards_RN)
 
 
@@ -153,9 +153,10 @@ def _buckets(
             if not is_wanted or seen.issuperset(slot.sources):
                 continue
             seen.update(slot.sources)
-            shared_by, dtype = way = _way(slot, model)
+            shared_by, dtype = _group_and_dtype(slot, model)
             slot_bytes = _num_elements(slot, model) * getattr(model.pg_collection, shared_by).size() * dtype.itemsize
-            if waiting and (_way(waiting[-1], model) != way or size + slot_bytes > bucket_bytes):
+            is_other = waiting and _group_and_dtype(waiting[-1], model) != (shared_by, dtype)
+            if is_other or (waiting and size + slot_bytes > bucket_bytes):
                 yield _Bucket.of(stage, waiting, model)
                 waiting, size = [], 0
             waiting.append(slot)
@@ -164,7 +165,7 @@ def _buckets(
             yield _Bucket.of(stage, waiting, model)
 
 
-def _travel(
+def _gather(
     bucket: _Bucket,
     model: HiddenStateModel,
     shard_of: Callable[[Slot], torch.Tensor],
@@ -190,7 +191,7 @@ def _travel(
 
 def _unpack(bucket: _Bucket, model: HiddenStateModel, shards_RN: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Full tensors of a bucket, each in new memory."""
-    position, place = 0, place_of(model)
+    position, place = 0, shard_coordinates(model)
     for slot in bucket.slots:
         shape, size = _shape(slot, model), _num_elements(slot, model)
         full = tuple(shards_RN.new_empty(source.shape) for source in slot.sources)
@@ -211,7 +212,7 @@ def _shape(slot: Slot, model: HiddenStateModel) -> tuple[int, ...]:
     return shard_shape(slot, model.architecture, tp=groups.tp.size(), ep=groups.ep.size())
 
 
-def _way(slot: Slot, model: HiddenStateModel) -> tuple[str, torch.dtype]:
+def _group_and_dtype(slot: Slot, model: HiddenStateModel) -> tuple[str, torch.dtype]:
     """Group whose ranks have the shards, and their type."""
     return "ep" if slot.cut is Cut.EXPERTS else "tp", dtype_of(slot.sources[0].name, model.config.params_dtype)
 

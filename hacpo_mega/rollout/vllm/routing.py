@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.rollout.vllm.engine_stream_guard import worker_of
-from hacpo_mega.samples.routing import fitted, routing_type, unknown
+from hacpo_mega.samples.routing import fit_rows, routing_type, unknown_expert
 
 
 class ReturnedRouting:
@@ -34,7 +34,7 @@ class ReturnedRouting:
     def of(self, output: RequestOutput) -> np.ndarray:
         """Routing of an ended request, in the form of records.Completion."""
         rows = output.outputs[0].routed_experts
-        return fitted(self._none if rows is None else rows.astype(self._none.dtype), num_read(output))
+        return fit_rows(self._none if rows is None else rows.astype(self._none.dtype), num_read(output))
 
 
 class SlotRouting:
@@ -52,7 +52,7 @@ class SlotRouting:
         self._layer = group.layer_names[0]
         self._block_size = group.kv_cache_spec.block_size
         shape = cache.num_blocks * self._block_size, *self._none.shape[1:]
-        self._slots = np.full(shape, unknown(self._none.dtype), self._none.dtype)
+        self._slots = np.full(shape, unknown_expert(self._none.dtype), self._none.dtype)
         bind_routed_experts_capturer(self._runner.get_model(), self)
 
     def capture(self, layer_id: int, topk_ids: torch.Tensor) -> None:
@@ -66,13 +66,13 @@ class SlotRouting:
         """Routing of a request that has just ended or is about to be cut: no other request has its blocks yet."""
         names = (name for name in self._runner.requests if name.partition("-")[0] == output.request_id)
         if (name := next(names, None)) is None:  # it has never run
-            return fitted(self._none, num_read(output))
+            return fit_rows(self._none, num_read(output))
         known, request = num_read(output), self._scheduler.requests.get(name)
         if request is not None:  # which may have been preempted
             known = min(known, request.num_computed_tokens)
         blocks = np.array(self._runner.requests[name].block_ids[self._group], np.int64)
         slots = (blocks[:, None] * self._block_size + np.arange(self._block_size)).reshape(-1)
-        return fitted(self._slots[slots[:known]], num_read(output))
+        return fit_rows(self._slots[slots[:known]], num_read(output))
 
 
 Routing = ReturnedRouting | SlotRouting

@@ -183,7 +183,7 @@ def main(folder: Path, out: Path, tp: int, pp: int, engine_tp: int) -> None:
         planned = {"seconds": phases.seconds(lambda: WeightSync(place, actor, engine))["rest"]}
         planned["rises"] = phases.rises(lambda: WeightSync(place, actor, engine))["rest"]
         weight_sync = WeightSync(place, actor, engine)
-        phases.inside(publish, "_copy", "copy")
+        phases.inside(publish, "_write", "copy")
         phases.inside(publish.Exchange, "run", "copy")
         phases.inside(publish.Exchange, "_start", "send")
         phases.inside(publish._Arrivals, "unpack", "send")

@@ -9,7 +9,7 @@ from actor_cases import full_weights, make_actor, one_rank, random_samples
 
 from hacpo_mega.config import OptimizerConfig
 from hacpo_mega.megatron.train import optimizer
-from hacpo_mega.megatron.train.fused_optimizer import THERE, VERSIONS, chosen_kernels
+from hacpo_mega.megatron.train.fused_optimizer import INSTALLED, VERSIONS, chosen_kernels
 
 NAMES = ("torch", "apex", "te")
 CLIPPED = 1e-3  # far below the norm of these gradients
@@ -21,7 +21,7 @@ def answer(folder: Path, called: Counter[str]) -> None:
 
     Each is trained for three updates, once stored after two and gone on with by torch's optimizer in another actor.
     """
-    found = {"there": list(THERE), "said": VERSIONS, "auto": chosen_kernels("auto", on_cuda=True)}
+    found = {"there": list(INSTALLED), "said": VERSIONS, "auto": chosen_kernels("auto", on_cuda=True)}
     with one_rank(), patch.object(optimizer, "chosen_kernels", lambda asked, on_cuda: asked):
         for name in NAMES:
             called.clear()

@@ -13,7 +13,7 @@ from method_cases import answers_of, config_of, cube, judged, sequence_objective
 from hacpo_mega.algorithm import (
     advantages_of,
     capability_ratios,
-    has_own_objective,
+    has_autograd_objective,
     objective_loss,
     objective_of,
     sample_weight,
@@ -140,13 +140,13 @@ def test_a_method_may_bring_its_objective(monkeypatch):
         factor_B = torch.where(answers.is_self_B, 1.0, 0.5)
         return -factor_B * answers.log_ratio_B * answers.advantage_B - config.eps_low * answers.update_index
 
-    assert not has_own_objective(config_of("naive"))
+    assert not has_autograd_objective(config_of("naive"))
     monkeypatch.setitem(FUNCTIONS, "naive", MethodFunctions(FUNCTIONS["naive"].advantages, half))
     tokens = torch.tensor([-1.0, -3.0, -2.0], dtype=torch.float64, requires_grad=True)
     source, length = torch.tensor([-1.5, -2.5]), torch.tensor([2.0, 1.0])
     advantage, is_self = torch.tensor([2.0, -4.0]), torch.tensor([True, False])
     config = config_of("naive", eps_low=0.25)
-    assert has_own_objective(config)
+    assert has_autograd_objective(config)
     answers = answers_of(tokens, torch.tensor([0, 2, 3]), source, advantage, is_self, length, 2)
     loss, terms = objective_loss(answers, objective_of(config), config)
     loss.sum().backward()

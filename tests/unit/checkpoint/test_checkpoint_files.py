@@ -35,7 +35,7 @@ def test_a_record_survives_its_file_to_the_last_bit(tmp_path):
     found = read_checkpoint(tmp_path / "checkpoints" / "step_000012")
     # NaN is not equal to itself
     assert repr(dataclasses.asdict(found)) == repr(dataclasses.asdict(record))
-    assert list(found.altered()) == []
+    assert list(found.content_problems()) == []
 
 
 def test_the_newest_committed_step_is_the_start(tmp_path):
@@ -225,12 +225,12 @@ def test_damaged_steps_are_moved_aside_and_never_removed(tmp_path):
     (folder_of(tmp_path, 8) / "qwen/shard").unlink()
     (tmp_path / "checkpoints" / "damaged_step_000008").mkdir()
     before = sorted(contents(tmp_path).values())
-    assert start_of(config, last_whole=True, but={4}).step == 2
-    lines = list(set_aside(tmp_path, 2, {4: "step 4 was found to be altered"}))
+    assert start_of(config, last_whole=True, damaged={4}).step == 2
+    lines = list(set_aside(tmp_path, 2, {4: "step 4 was found to be content_problems"}))
     assert [line.rpartition("/")[2] for line in lines] == [f"damaged_step_00000{end}" for end in ("4", "6", "8.1")], (
         lines
     )
-    assert lines[0].startswith("step 4 was found to be altered; moved to ")
+    assert lines[0].startswith("step 4 was found to be content_problems; moved to ")
     assert "step.json is damaged: it is no record" in lines[1] and "qwen/shard is missing; moved to " in lines[2]
     assert committed_steps(tmp_path) == [2] and start_of(config).step == 2
     assert sorted(contents(tmp_path).values()) == before
@@ -242,7 +242,7 @@ def test_a_run_without_a_whole_step_does_not_begin_anew_by_itself(tmp_path):
         (make_step(config, step) / RECORD).unlink()
     assert complaint(config, last_whole=True).endswith("has no step that is whole: start anew with --fresh")
     make_step(config, 6)
-    assert "has no step that is whole" in complaint(config, last_whole=True, but={6})
+    assert "has no step that is whole" in complaint(config, last_whole=True, damaged={6})
     assert start_of(config_in(tmp_path / "new"), last_whole=True) is None
 
 
@@ -263,7 +263,7 @@ def test_a_changed_byte_is_found_by_whoever_reads_the_file(tmp_path):
     file = make_step(config, 2) / "llama/shard"
     file.write_bytes(b"llama after 3 steps")
     found = latest_checkpoint(tmp_path)
-    assert [list(found.altered(slice(rank, None, 2))) for rank in (0, 1)] == [
+    assert [list(found.content_problems(slice(rank, None, 2))) for rank in (0, 1)] == [
         [],
         [f"{file} is damaged: it is not what was written (SHA-256 differs)"],
     ]
@@ -275,7 +275,7 @@ def test_a_file_with_a_bad_block_is_a_damaged_one(tmp_path):
     (found.folder / "llama/block").symlink_to("/proc/self/mem")  # the kernel reads nothing at its begin: EIO
     found = dataclasses.replace(found, files=found.files | {"llama/block": FileState(0, "0")})
     said = f"{found.folder / 'llama/block'} cannot be read (Input/output error)"
-    assert (list(found.misshapen()), list(found.altered())) == ([], [said])
+    assert (list(found.size_problems()), list(found.content_problems())) == ([], [said])
 
 
 def test_a_record_that_cannot_be_read_is_not_called_missing(tmp_path):

@@ -92,7 +92,7 @@ def on_fake_cuda(tp: int, pp: int, pp_rank: int, monkeypatch: pytest.MonkeyPatch
     with ExitStack() as stack:
         stack.enter_context(_fake_world(layout, 1, rank=pp_rank * tp, has_experts=True))
         patched = stack.enter_context(monkeypatch.context())
-        patched.setattr(moe, "_known", _even)  # how many tokens each rank's experts have nobody knows
+        patched.setattr(moe, "_on_host", _even)  # how many tokens each rank's experts have nobody knows
         patched.setattr(moe, "looped_product", None)  # and they are multiplied together
         for room, name in ((rope, "rotate_heads"), (linear, "gated_activation"), (layers, "rms_norm")):
             patched.setattr(room, name, partial(getattr(room, name), backend="reference"))

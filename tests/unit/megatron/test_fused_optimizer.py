@@ -28,7 +28,7 @@ EVERY = ("te", "apex", "torch")
     ],
 )
 def test_auto_takes_what_is_there(there, on_cuda, chosen):
-    assert {asked: chosen_kernels(asked, on_cuda=on_cuda, there=there) for asked in chosen} == chosen
+    assert {asked: chosen_kernels(asked, on_cuda=on_cuda, installed=there) for asked in chosen} == chosen
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_auto_takes_what_is_there(there, on_cuda, chosen):
 )
 def test_what_cannot_be_is_one_line(asked, there, on_cuda, said):
     with pytest.raises(ValueError, match=said) as refusal:
-        chosen_kernels(asked, on_cuda=on_cuda, there=there)
+        chosen_kernels(asked, on_cuda=on_cuda, installed=there)
     assert "\n" not in str(refusal.value)
 
 

@@ -15,7 +15,7 @@ from hacpo_mega.config import AlgorithmConfig
 from hacpo_mega.megatron.model import delta_net
 from hacpo_mega.megatron.model.platform import megatron_platform
 from hacpo_mega.megatron.model.shared_prompts import packed_segments
-from hacpo_mega.megatron.train.fused_optimizer import THERE
+from hacpo_mega.megatron.train.fused_optimizer import INSTALLED
 from hacpo_mega.samples.packing import microbatch
 
 # Launches of a layer's forward beside norms, attention, rotations and the gated activation: four products, two sums
@@ -117,7 +117,7 @@ def test_what_is_counted_is_what_a_device_would_be_asked():
 def test_norm_and_scale_of_lists_are_megatrons(same):
     generator = torch.Generator().manual_seed(5)
     tensors = [torch.randn(size, generator=generator) * 10.0**power for power, size in enumerate((1, 7, 4097, 33))]
-    kernels = THERE["torch"]
+    kernels = INSTALLED["torch"]
     with megatron_platform():
         expected, _ = local_multi_tensor_l2_norm(0, None, [tensors], False)
         found, _ = kernels.apply(kernels.l2norm, None, [tensors], False)

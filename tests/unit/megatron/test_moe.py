@@ -156,7 +156,7 @@ def test_auxiliary_losses_are_their_formulas_in_the_gradient(world, tmp_path, fa
     """23 tokens of 31 are read, of an update of 50; four of them go where they are told to."""
     layer = make_layer(tmp_path, "normalised", family, moe_aux_loss_coeff=aux, moe_z_loss_coeff=z)
     hidden_nH = torch.randn(31, 64, generator=torch.Generator().manual_seed(6)).requires_grad_()
-    told_nk = torch.full((31, 2), router.UNTOLD, dtype=torch.int16)
+    told_nk = torch.full((31, 2), router.UNROUTED, dtype=torch.int16)
     told_nk[:4], told_nk[23:] = torch.tensor([0, 1], dtype=torch.int16), router.PADDING
     layer.router(hidden_nH, told_nk)
     assert not layer.router.losses_2.any(), "outside of an update"

@@ -164,7 +164,7 @@ def test_every_layer_takes_the_same():
         *OTHER_CHOICES,
     ],
     ids=lambda plan: (
-        f"{plan.architecture.family}-tp{plan.layout.tp}-cp{plan.layout.cp}-{plan.recompute}-{plan.device.number}"
+        f"{plan.architecture.family}-tp{plan.layout.tp}-cp{plan.layout.cp}-{plan.recompute}-{plan.device.itemsize}"
     ),
 )
 def test_every_choice(plan):
@@ -192,7 +192,7 @@ def test_every_choice(plan):
         (plan_of(LLAMA, device=CPU), ("v_proj", "up_proj")),
     ],
     ids=lambda given: (
-        f"{given.architecture.family}-{given.recompute}-{given.device.number}"
+        f"{given.architecture.family}-{given.recompute}-{given.device.itemsize}"
         if isinstance(given, ActorPlan)
         else given
         if isinstance(given, str)

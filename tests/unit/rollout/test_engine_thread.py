@@ -172,8 +172,8 @@ def test_a_resumed_run_takes_answers_to_the_same_prompt_alone(files, tmp_path, t
     for file in files:
         file.rename(tmp_path / "a" / file.name)
     start = SimpleNamespace(config=plain(config) | changed, folder=tmp_path, files=stored, step=1)
-    line = schedule.take_up(start)
+    line = schedule.restore(start)
     assert (schedule.ready is not None) == is_taken
     assert line is None if is_taken else line.startswith("answers prefetched for step 2, of other settings")
     start.files = {}  # rollout.one_step_off is new: nothing is lost
-    assert schedule.take_up(start) is None
+    assert schedule.restore(start) is None

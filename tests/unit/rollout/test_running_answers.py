@@ -74,11 +74,11 @@ def test_no_two_answers_of_a_run_share_a_seed():
     prompts = [Prompt(index, "", "1+1=", "2") for index in (4, 9)]
     whole, second = slice(None), slice(1, None, 2)
     samplers = [Sampler(codec, agent, whole, config) for agent in range(2)]
-    seeds = [s.sampled(prompts, step).seeds for s in samplers for step in (1, 2)]
-    seeds += [s.once(prompts, 8, 1.0).seeds for s in samplers]
+    seeds = [s.rollout_requests(prompts, step).seeds for s in samplers for step in (1, 2)]
+    seeds += [s.single_requests(prompts, 8, 1.0).seeds for s in samplers]
     assert len({seed for of_batch in seeds for seed in of_batch}) == 2 * 2 * 4 + 2 * 2
-    assert Sampler(codec, 1, second, config).sampled(prompts, 2).seeds == seeds[3][1::2]
-    assert samplers[0].once(prompts, 8, 0.0).seeds == [0, 0], "greedy"
+    assert Sampler(codec, 1, second, config).rollout_requests(prompts, 2).seeds == seeds[3][1::2]
+    assert samplers[0].single_requests(prompts, 8, 0.0).seeds == [0, 0], "greedy"
 
 
 def test_an_answer_is_decoded_once(monkeypatch):
@@ -89,7 +89,7 @@ def test_an_answer_is_decoded_once(monkeypatch):
     answers = [Completion(np.array([number, 7], np.int32), Stop.EOS) for number in range(4)]
     sampler, client = object.__new__(Sampler), object.__new__(RolloutClient)
     sampler._codec, sampler._replays = codec, False
-    sampler.sampled = lambda prompts, step: Requests(places, places[::2], [], [], {})
+    sampler.rollout_requests = lambda prompts, step: Requests(places, places[::2], [], [], {})
 
     def generate(_ids, _seeds, on_answer):
         for place in (1, 0):
@@ -99,7 +99,7 @@ def test_an_answer_is_decoded_once(monkeypatch):
     client.sampler, client.engine, client.place = sampler, SimpleNamespace(generate=generate), None
     client.player, client._has_conversations = None, False
     client.devices = SimpleNamespace(answering=lambda then_learns: nullcontext())
-    client.weight_sync = SimpleNamespace(require=lambda step: None)
+    client.weight_sync = SimpleNamespace(require_step=lambda step: None)
     monkeypatch.setattr(rollout_client, "share_completions", lambda *_, **__: answers)
     seen = []
     rollouts = client.roll_out([], 0, lambda prompt, rollout: seen.append((prompt.index, rollout.text)))

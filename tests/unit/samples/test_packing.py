@@ -221,7 +221,7 @@ def test_later_updates_pack_all_together_unless_forwards_repeat():
     asked = []
     actor = SimpleNamespace(pack=pack, learn=lambda update, loss_fn, packing: asked.append(packing))
     for replays, repeats in ((False, False), (True, False), (False, True)):
-        how = {"_replays": replays, "_repeats_scoring": repeats, "_policy_loss": lambda *_: None}
+        how = {"_replays_routing": replays, "_scores_by_update": repeats, "_policy_loss": lambda *_: None}
         for update_index in range(3):
             Agent.learn(SimpleNamespace(actor=actor, **how), [], update_index, 1)
     assert asked == [None, pack, pack, *[None] * 6]
@@ -234,8 +234,8 @@ def test_own_answers_are_scored_in_the_micro_batches_that_learn_from_them(repeat
     rollouts = [SimpleNamespace(prompt_index=s.prompt_index, rollout_index=s.rollout_index, sample=s) for s in samples]
     per_prompt, scored = len(samples) // 6, []
     agent = SimpleNamespace(
-        _prompts_per_update=2, _takes_engine_scores=False, _in_first_update=False,
-        _repeats_scoring=repeats, _devices=SimpleNamespace(scoring=nullcontext),
+        _prompts_per_update=2, _takes_engine_scores=False, _scores_in_first_update=False,
+        _scores_by_update=repeats, _devices=SimpleNamespace(scoring=nullcontext),
         _sequence=lambda text, rollout: rollout.sample, _weighted=lambda score, rollout: score,
         actor=SimpleNamespace(score=lambda sequences: scored.append(pack(sequences, 40)) or [0.0] * len(sequences)),
     )  # fmt: skip

@@ -314,7 +314,7 @@ def test_of_a_prompt_far_too_long_only_the_start_is_encoded(small, template):
     codec = TextCodec(tokenizer, Prompting(chat_template=template is not None))
     texts = ["1+" * n for n in (1, 4, 5, 64, 65, 200)]
     # its last character has no token: whoever reads as far as that says so
-    limited = codec.prompt_lengths([*texts, "1+" * 5_000_000 + "x"], most=8)
+    limited = codec.prompt_lengths([*texts, "1+" * 5_000_000 + "x"], limit=8)
     assert [min(n, 9) for n in limited] == [*(min(n, 9) for n in codec.prompt_lengths(texts)), 9]
 
 

@@ -14,7 +14,7 @@ from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.flops import matrix_parameters
 from hacpo_mega.records import Prompt, Verdict
 from hacpo_mega.trainer.build import rate_observers
-from hacpo_mega.trainer.observers import OwnMetrics, Rates, peak_flops
+from hacpo_mega.trainer.observers import Rates, UserMetrics, peak_flops
 
 
 def test_a_peak_is_claimed_of_known_devices_in_half_precision_alone(monkeypatch):
@@ -72,7 +72,7 @@ def test_prompts_are_shared_in_a_rate_where_the_actor_shares_them(tmp_path, monk
 
 def test_a_metric_with_further_parameters_counts():
     """A function for several callers, with *numbers and **others, gets what its other parameters name."""
-    observer = OwnMetrics([f"{ROOT}/tests/support/own_code.py:words_of"])
+    observer = UserMetrics([f"{ROOT}/tests/support/own_code.py:words_of"])
     metrics = Metrics("a", lambda payload: [payload])
     observer.joins(SimpleNamespace(place=SimpleNamespace(is_leader=True), name="a"), metrics)
     answer = SimpleNamespace(

@@ -11,7 +11,7 @@ from hacpo_grading.judge import Judge
 from hacpo_mega.config import RewardConfig
 from hacpo_mega.grading.run_judge import judge_of
 from hacpo_mega.records import Conversation, Prompt, Rollout, Stop, Turn, Verdict
-from hacpo_mega.trainer.rollout_judge import MOST_AT_ONCE, RolloutJudge
+from hacpo_mega.trainer.rollout_judge import MAX_BATCH, RolloutJudge
 
 PROMPTS = [Prompt(index, str(index), f"{index} + 1", str(index + 1)) for index in range(4)]
 
@@ -43,7 +43,7 @@ def judged_at_once(judge: Judge, asked: list[Rollout]):
 @pytest.mark.nightly
 def test_answers_that_end_in_any_order_are_judged_as_all_at_once():
     """More than one call of the judge takes, the last ones never announced; a cut answer has none with require_stop."""
-    asked = rollouts(MOST_AT_ONCE)
+    asked = rollouts(MAX_BATCH)
     for require_stop in (False, True):
         with Judge("math", require_stop=require_stop) as judge, RolloutJudge(judge, while_sampling=True) as beside:
             expected = judged_at_once(judge, asked)
@@ -105,7 +105,7 @@ def test_thinking_that_a_prompt_opens_is_judged_with_its_answer():
     with Judge("math") as judge:
         expected = judged_at_once(judge, written)
         assert [judgement.verdict for judgement in expected] == [Verdict.NO_ANSWER, Verdict.CORRECT] * len(PROMPTS)
-        with RolloutJudge(judge, while_sampling=True, opened=lambda prompt: "<think>") as beside:
+        with RolloutJudge(judge, while_sampling=True, opened_thinking=lambda prompt: "<think>") as beside:
             for rollout in asked[:3]:
                 beside.on_answer(PROMPTS[rollout.prompt_index], rollout)
             assert beside.judge(PROMPTS, asked) == expected
@@ -117,7 +117,7 @@ def test_thinking_that_a_prompt_opens_is_judged_with_its_answer():
             Rollout(0, g, np.zeros(talk.num_tokens, np.int32), talk.answer.content, Stop.EOS, conversation=talk)
             for g, talk in enumerate(Conversation((own, turn)) for turn in last)
         ]
-        with RolloutJudge(judge, while_sampling=False, opened=lambda prompt: "<think>") as of_agent:
+        with RolloutJudge(judge, while_sampling=False, opened_thinking=lambda prompt: "<think>") as of_agent:
             verdicts = [judgement.verdict for judgement in of_agent.judge(PROMPTS, told)]
         assert verdicts == [Verdict.CORRECT, Verdict.CORRECT, Verdict.NO_ANSWER, Verdict.CORRECT]
 

@@ -9,7 +9,7 @@ from repository import ROOT
 import hacpo_mega.agent.agent as agent_module
 from hacpo_mega.config.load import load_unchecked
 
-HEAVY = ("agent_budget", "architecture_of", "require_fit", "_actor", "RolloutClient", "in_turn", "device_policy")
+HEAVY = ("agent_budget", "architecture_of", "require_fit", "_build_actor", "RolloutClient", "in_turn", "device_policy")
 
 
 @pytest.mark.parametrize(

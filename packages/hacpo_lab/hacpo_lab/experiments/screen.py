@@ -24,7 +24,7 @@ from hacpo_lab.experiments.grid import Cell, Grid, config_of_cell
 from hacpo_lab.experiments.table import NOTHING, Table
 from hacpo_mega.algorithm.judged import Judged
 from hacpo_mega.algorithm.learning import learning_of
-from hacpo_mega.algorithm.methods import has_own_objective
+from hacpo_mega.algorithm.methods import has_autograd_objective
 from hacpo_mega.algorithm.objective import objective_bounds
 from hacpo_mega.config import AlgorithmConfig, load_config
 from hacpo_mega.logbook.files.metrics import StepMetrics, read_metrics
@@ -115,7 +115,7 @@ def _algorithm(grid: Grid, regime: str, method: str) -> AlgorithmConfig | None:
         return None
     cell = Cell(regime, method, grid.learning_rates[0], grid.seeds[0], "reported")
     algorithm = config_of_cell(grid, cell, grid.work_dir / cell.name).algorithm
-    return None if has_own_objective(algorithm) or algorithm.method == "grpo" else algorithm
+    return None if has_autograd_objective(algorithm) or algorithm.method == "grpo" else algorithm
 
 
 def _why_not(overrides: Sequence[str]) -> str:

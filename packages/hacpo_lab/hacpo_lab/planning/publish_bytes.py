@@ -53,7 +53,7 @@ class PublishBytes:
         return tuple(all_of - came for all_of, came in zip(written, self.received, strict=True))
 
     def _bytes(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(number * self.budget.actor.device.number for number in numbers)
+        return tuple(number * self.budget.actor.device.itemsize for number in numbers)
 
 
 def least_received(architecture: Architecture, layout: Layout, engine_tp: int) -> tuple[int, ...]:

@@ -173,7 +173,7 @@ def _learn(demand: Demand, cluster: Cluster) -> dict[str, float]:
 
 def _publish(demand: Demand, cluster: Cluster) -> dict[str, float]:
     actor, moved = demand.budget.actor, publication_of(demand.budget)
-    passed = COPY_PASSES * (max(moved.written) + max(moved.received)) * actor.device.number
+    passed = COPY_PASSES * (max(moved.written) + max(moved.received)) * actor.device.itemsize
     if actor.lora is not None:
         merged = num_merged(actor.architecture, actor.layout, demand.budget.stage, actor.lora)
         passed += MERGE_PASSES * FLOAT32 * actor.lora.rank * merged

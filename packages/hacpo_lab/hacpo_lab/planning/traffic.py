@@ -133,7 +133,7 @@ def _of_engine(budget: Budget, work: Work, spread: Spread, rounds: float) -> Ite
     engines = budget.actor.dp * budget.actor.layout.cell_size / tp
     tokens = work.answers / engines * work.answer_tokens + _prompts_of_engine(work, engines) * work.prompt_tokens
     sums = ENGINE_SUMS * a.num_layers
-    size = sums * 2 * (tp - 1) / tp * tokens * a.hidden_size * budget.actor.device.number
+    size = sums * 2 * (tp - 1) / tp * tokens * a.hidden_size * budget.actor.device.itemsize
     yield Message("roll_out", "sums of an engine", spread.engine, size, sums * rounds)
 
 
@@ -144,8 +144,8 @@ def _prompts_of_engine(work: Work, engines: float) -> float:
 
 def _of_model(phase: str, budget: Budget, tokens: float, batches: int, ways: int, spread: Spread) -> Iterator[Message]:
     actor = budget.actor
-    a, layout, number = actor.architecture, actor.layout, actor.device.number
-    row, tokens = a.hidden_size * number, tokens / layout.cp
+    a, layout, itemsize = actor.architecture, actor.layout, actor.device.itemsize
+    row, tokens = a.hidden_size * itemsize, tokens / layout.cp
     if layout.cp > 1:
         yield _of_attention(phase, budget, tokens, batches, spread)
     if layout.ep > 1:
@@ -175,7 +175,7 @@ def _of_experts(phase: str, budget: Budget, tokens: float, batches: int, spread:
     a, ep = actor.architecture, actor.layout.ep
     ways = {"score": 1, "learn": 2 + (actor.recompute != "none")}[phase]
     count = ways * TO_EXPERTS * math.ceil(a.expert_layers / actor.layout.pp)
-    size = count * (ep - 1) / ep * tokens * a.experts_per_token * a.hidden_size * actor.device.number
+    size = count * (ep - 1) / ep * tokens * a.experts_per_token * a.hidden_size * actor.device.itemsize
     return Message(phase, "tokens of ep", spread.ep, size, count * batches, piped=True)
 
 
@@ -195,7 +195,7 @@ def _of_attention(phase: str, budget: Budget, tokens: float, batches: int, sprea
         k = max(heads.kv_heads // layout.tp, layout.cp)
         value = heads.size if a.latent is None else a.value_dim
         numbers += ways * (q + k) * (heads.size + value) + again * q * value
-    size = (layout.cp - 1) / layout.cp * tokens * numbers / a.num_layers * attentions * actor.device.number
+    size = (layout.cp - 1) / layout.cp * tokens * numbers / a.num_layers * attentions * actor.device.itemsize
     count = attentions * (ways * EXCHANGES + again)
     return Message(phase, "heads of cp", spread.cp, size, count * batches, piped=True)
 
@@ -206,7 +206,7 @@ def _of_gradients(budget: Budget, work: Work, spread: Spread) -> Iterator[Messag
     parts = (("dp", dense, actor.shards), ("experts", experts, actor.expert_shards))
     for what, numbers, ranks in parts:
         if numbers and ranks > 1:
-            size = (ranks - 1) / ranks * numbers * (FLOAT32 + actor.device.number)
+            size = (ranks - 1) / ranks * numbers * (FLOAT32 + actor.device.itemsize)
             # Each of the ring's 2 (ranks - 1) steps waits for the one before.
             count = 2.0 * (ranks - 1) * work.updates
             yield Message("learn", f"gradients and weights of {what}", spread.dp, size * work.updates, count)
@@ -225,7 +225,7 @@ def _of_exchange(budget: Budget, work: Work, lanes: int, spread: Spread) -> Iter
 def _of_publication(budget: Budget, spread: Spread) -> Iterator[Message]:
     moved = publication_of(budget)
     if moved.num_receivers:
-        size = max(moved.sent) * budget.actor.device.number
+        size = max(moved.sent) * budget.actor.device.itemsize
         several = budget.actor.layout.block_cells > 1
         where, inside = ("over cells", spread.ep) if several else ("inside a cell", spread.pp)
         yield Message("publish", f"shards {where}", inside, size, moved.num_receivers)

@@ -34,11 +34,11 @@ class WorkloadSampler(Sampler):
         super().__init__(codec, agent, share, config)
         self._workload, self._name = workload, config.agents[agent].name
 
-    def sampled(self, prompts: Sequence[Prompt], step: int) -> Requests:
+    def rollout_requests(self, prompts: Sequence[Prompt], step: int) -> Requests:
         """The requests of a run, with the tokens of each answer."""
-        asked = super().sampled(prompts, step)
-        lengths = [self._workload.answer(self._name, step, prompt.index, g)[0] for prompt, g in asked.mine]
-        return replace(asked, how=asked.how | {"lengths": lengths})
+        requests = super().rollout_requests(prompts, step)
+        lengths = [self._workload.answer(self._name, step, prompt.index, g)[0] for prompt, g in requests.mine]
+        return replace(requests, options=requests.options | {"lengths": lengths})
 
 
 class Measurement(Observer):

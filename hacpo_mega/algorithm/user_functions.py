@@ -1,4 +1,4 @@
-"""Functions in a method's place: the user's, by name, and those of methods that the kernels do not have.
+"""Calls of functions in place of the kernels' or a method's own: the user's, by name, and token-level objectives.
 
     [algorithm]
     method = "naive"                          # who learns from whom
@@ -7,8 +7,8 @@
 
 All must be pure: every rank computes them for itself, and a different result would train a different model. An
 objective is differentiated by autograd, in float64 torch, instead of the fused kernel. Functions of version 0.2 took
-(rewards_PNG, capability_N, learner) and (log_ratio_B, advantage_B, is_self_B, update_index): they are called as before
-(config/user_code.py tells them by their parameters).
+(rewards_PNG, capability_N, learner) and (log_ratio_B, advantage_B, is_self_B, update_index). They are called with these
+as before; config/user_code.py recognises them by their parameters.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def reads_source_tokens(config: AlgorithmConfig) -> bool:
 
 
 def _copied(record: Record) -> Record:
-    """The record with tensors of its own: what a function changes in place must not reach what comes after it."""
+    """The record with copies of its tensors, which a function may change in place without effect on later code."""
     return replace(record, **{name: value.clone() for name, value in vars(record).items() if isinstance(value, Tensor)})
 
 
@@ -52,16 +52,16 @@ def named_advantages(judged: Judged, config: AlgorithmConfig) -> Tensor:
     that shape.
     """
     function, rewards_PNG = named_function(config.advantages), judged.rewards_PNG
-    mine = _copied(replace(judged, capability_N=judged.capability_N.detach().cpu()))
+    copied = _copied(replace(judged, capability_N=judged.capability_N.detach().cpu()))
     if takes_record("advantages", config.advantages):
-        found = function(mine)
+        result = function(copied)
     else:
-        found = function(mine.rewards_PNG, mine.capability_N, judged.learner)
+        result = function(copied.rewards_PNG, copied.capability_N, judged.learner)
     shape = tuple(rewards_PNG.shape)
-    if not isinstance(found, Tensor) or tuple(found.shape) != shape:
-        what = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
-        raise ValueError(f"algorithm.advantages: {config.advantages} must return a tensor {shape}, found {what}")
-    advantages_PNG = found.detach().to("cpu", torch.float64).masked_fill(rewards_PNG.isnan(), 0.0)
+    if not isinstance(result, Tensor) or tuple(result.shape) != shape:
+        found = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+        raise ValueError(f"algorithm.advantages: {config.advantages} must return a tensor {shape}, found {found}")
+    advantages_PNG = result.detach().to("cpu", torch.float64).masked_fill(rewards_PNG.isnan(), 0.0)
     if not advantages_PNG.isfinite().all():
         raise ValueError(f"algorithm.advantages: {config.advantages} returned a number that is not finite")
     if not config.shares_answers:
@@ -73,28 +73,27 @@ def named_advantages(judged: Judged, config: AlgorithmConfig) -> Tensor:
 def objective_loss(
     answers: PackedAnswers, function: Callable[..., Tensor] | None, config: AlgorithmConfig
 ) -> tuple[Tensor, SequenceTerms]:
-    """Loss of packed answers by a method's function, or by the user's (None): (loss_B, terms), float64.
+    """Loss of packed answers by a method's `function`, or by the user's (None): (loss_B, terms), float64.
 
-    loss_B is differentiable in the tokens. `terms` has the ratio s of each answer (by token: the mean over tokens that
-    have one), and the total weight of its tokens, w = - (sum of d loss / d log-prob) / A, which is the kernels' where a
-    loss depends on s. ValueError for a loss of another shape, one that does not depend on the learner, or NaN where
+    loss_B is differentiable in the tokens' log-probs. `terms` has the ratio s of each answer (with one per token, their
+    mean), and the total weight of its tokens, w = - (sum of d loss / d log-prob) / A, which equals the kernels' for a
+    loss of s. ValueError for a loss of another shape, for one that does not depend on the learner, and for NaN where
     another tokenizer leaves an answer without old log-probs.
     """
     if function is not None:
         name, loss_B = f"algorithm.method: {config.method}", function(answers, config)
     else:
-        name, own = f"algorithm.objective: {config.objective}", named_function(config.objective)
-        mine = _copied(answers)
+        name, user_function = f"algorithm.objective: {config.objective}", named_function(config.objective)
+        copied = _copied(answers)
         if takes_record("objective", config.objective):
-            loss_B = own(mine)
+            loss_B = user_function(copied)
         else:
-            loss_B = own(mine.log_ratio_B, mine.advantage_B, mine.is_self_B, mine.update_index)
+            loss_B = user_function(copied.log_ratio_B, copied.advantage_B, copied.is_self_B, copied.update_index)
     if not isinstance(loss_B, Tensor) or loss_B.shape != answers.log_ratio_B.shape:
-        what = tuple(loss_B.shape) if isinstance(loss_B, Tensor) else type(loss_B).__name__
+        found = tuple(loss_B.shape) if isinstance(loss_B, Tensor) else type(loss_B).__name__
         shape = tuple(answers.log_ratio_B.shape)
-        raise ValueError(f"{name} must return a loss per answer, a tensor {shape}, found {what}")
-    # Every update would be skipped for it, and nothing would say why. Looking waits for the device, so later updates do
-    # not.
+        raise ValueError(f"{name} must return a loss per answer, a tensor {shape}, found {found}")
+    # NaN would skip every update without a reason. The check waits for the device: a step's first update alone has it.
     if answers.update_index == 0 and _lacks_old(loss_B, answers).any():
         raise ValueError(
             f"{name} returned NaN for an answer without old_logprob_R, whose source has another tokenizer. Read "
@@ -110,7 +109,7 @@ def objective_loss(
 
 
 def _lacks_old(loss_B: Tensor, answers: PackedAnswers) -> Tensor:
-    """True for answers whose loss is NaN for want of old log-probs alone, bool [B]."""
+    """True for answers whose loss is NaN for no other reason than missing old log-probs, bool [B]."""
     is_sound_B = answers.log_ratio_B.isfinite()
     return loss_B.detach().isnan() & is_sound_B & answers.mean(answers.old_logprob_R).isnan()
 
