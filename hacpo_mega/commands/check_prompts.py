@@ -66,12 +66,12 @@ def check_prompts(config: Config) -> str:
     sampler, num_dropped = training_sampler(config, num_tokens)
     held_out, num_left_out = held_out_prompts(config, num_tokens)
     found = (
-        f"{files}; {sum(map(len, sampler.groups))} prompts to train on, {num_dropped} longer than "
+        f"{files}; {sum(map(len, sampler.rows_by_skill))} prompts to train on, {num_dropped} longer than "
         f"rollout.max_prompt_tokens left out; {len(held_out)} to evaluate on"
         f"{f', {left_out_line(num_left_out)}' if num_left_out else ''}"
     )
-    rows = sampler.groups[0]
-    found += _without_answer(config, [row for group in sampler.groups for row in group])
+    rows = sampler.rows_by_skill[0]
+    found += _without_answer(config, [row for group in sampler.rows_by_skill for row in group])
     talk = () if environment is None else _conversation(config, environment, codecs, rows[0])
     return "\n".join((found, *_as_read(config, codecs, rows[0]), *_tried_reward(config, rows[:MOST_ROWS]), *talk))
 

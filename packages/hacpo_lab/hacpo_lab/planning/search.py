@@ -228,7 +228,7 @@ def _sharing(ranks: int, cells: int) -> list[int]:
 
 def _fits_a_node(model: Architecture, cluster: Cluster, dtype: str | None) -> bool:
     """Tells whether a node's devices hold an engine's weights in half of their memory; else whole nodes do."""
-    number = device_of(dtype, on_cpu=cluster.on_cpu).number
+    number = device_of(dtype, on_cpu=cluster.on_cpu).itemsize
     return num_weights(model, Layout()) * number <= cluster.devices_per_node * cluster.device.memory_gib * GIB / 2
 
 
