@@ -81,7 +81,7 @@ class RolloutClient:
                 partners = _partners(place, config)
                 self.player = Player(environment, _codec(spec, environment), PlayLimits.of(config), partners)
                 if partners is not None and not partners.drives:
-                    self.player.serve_seats(place.open_door(SEATS))
+                    self.player.serve_seats(place.open_listener(SEATS))
         has_engine = place.coordinate.answers
         self._answers_per_prompt = config.answers_per_prompt
         policy = device_policy(config.mode)

@@ -23,9 +23,8 @@ STORE_FILE = "HACPO_MEGA_STORE"  # where a launcher of ours on one machine has m
 FAILED, REFUSED, STOPPED, STALLED, SIGNALLED = 1, 2, 3, 4, 128  # SIGNALLED + n: ended by signal n
 RESUMABLE = 75  # EX_TEMPFAIL of sysexits.h: ended by a signal, the run is on disk; start it again to resume
 
-
 # srun sets one of these for its tasks; a batch script has none of them, though it has a SLURM_PROCID.
-OF_A_STEP = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NODELIST", "SLURM_LAUNCH_NODE_IPADDR", "SLURM_SRUN_COMM_HOST")
+OF_SRUN = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NODELIST", "SLURM_LAUNCH_NODE_IPADDR", "SLURM_SRUN_COMM_HOST")
 
 
 class Unreachable(Exception):
@@ -82,7 +81,7 @@ class LauncherEnv:
 
     @property
     def is_first_of_node(self) -> bool:
-        """True if this process speaks for its node."""
+        """True if this process acts for its node."""
         return self.local_rank == 0
 
 
@@ -101,7 +100,7 @@ def size_variable() -> str:
 
 def in_batch_script() -> bool:
     """True if this process is a Slurm batch script, or started by it without srun and without another launcher."""
-    has_step = any(os.environ.get(name) not in (None, "batch") for name in OF_A_STEP)
+    has_step = any(os.environ.get(name) not in (None, "batch") for name in OF_SRUN)
     return {"SLURM_JOB_ID", "SLURM_PROCID"} <= os.environ.keys() and "RANK" not in os.environ and not has_step
 
 
@@ -149,12 +148,12 @@ def expand_nodes(names: str) -> tuple[str, ...]:
 
 
 def _expand(part: str) -> Iterator[str]:
-    found = re.search(r"\[([^\]]*)\]", part)
-    if found is None:
+    brackets = re.search(r"\[([^\]]*)\]", part)
+    if brackets is None:
         yield part
         return
-    head, tail = part[: found.start()], part[found.end() :]
-    for span in found[1].split(","):
+    head, tail = part[: brackets.start()], part[brackets.end() :]
+    for span in brackets[1].split(","):
         first, _, last = span.partition("-")
         if not re.fullmatch(r"[0-9]{1,18}(-[0-9]{1,18})?", span):
             raise ValueError(f"{short(part)} is no list of nodes as Slurm writes it, such as gpu[01-03,7]")
@@ -165,12 +164,12 @@ def _expand(part: str) -> Iterator[str]:
 def tasks_of_nodes(counts: str) -> list[int]:
     """Processes of the step on every node, from Slurm's "2(x3),1".
 
-    Its SLURM_NTASKS_PER_NODE is wrong in a job of several components. ValueError for more than MOST_NODES nodes.
+    SLURM_NTASKS_PER_NODE is wrong in a job of several components. ValueError for more than MOST_NODES nodes.
     """
-    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
-    if sum(int(times or 1) for _, times in found) > MOST_NODES:
+    runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
+    if sum(int(times or 1) for _, times in runs) > MOST_NODES:
         raise ValueError(f"a list of more than {MOST_NODES:,} nodes: {short(counts)}")
-    return [int(count) for count, times in found for _ in range(int(times or 1))]
+    return [int(count) for count, times in runs for _ in range(int(times or 1))]
 
 
 def num_local(world_size: int) -> int:

@@ -4,11 +4,11 @@ Every library has its table: torch's is here, Megatron's in megatron/patches.py,
 tests/unit/cluster/test_patches.py holds owner, name and signature of each to the pinned version, so that a new version
 that changes one fails there.
 
-The readers of peers' objects are one of torch's. This project sends bytes of a stated layout. Its libraries send
-objects by `all_gather_object` and the like: Megatron the keys of its parameter groups, vLLM names of shared memory and
-handles of it, numbers and settings it has measured. torch unpickles them; who speaks as a rank would run code in all
-the others. PlainUnpickler reads plain values and tensors, nothing that runs. Elsewhere: vLLM's message queue, which is
-never made, and names that are replaced while a block runs (megatron/model/platform.py,
+One patch of torch replaces its unpickler of peers' objects. This project sends bytes of a stated layout. Its libraries
+send objects by `all_gather_object` and the like: Megatron the keys of its parameter groups, vLLM names and handles of
+shared memory, and numbers and settings that it has measured. torch unpickles them, so whoever poses as a rank could run
+code in all the others. PlainUnpickler reads plain values and tensors, nothing that runs. Elsewhere: vLLM's message
+queue, which is never made, and names that are replaced while a block runs (megatron/model/platform.py,
 rollout/vllm/host_process.py).
 """
 
@@ -58,7 +58,7 @@ class PlainUnpickler:
         self._data = file.read()
 
     def load(self) -> Any:
-        """The object. ValueError, which ends the job, for any other type than those above."""
+        """The object. ValueError, which ends the job, for anything but plain values and tensors."""
         parts: list[Record] = []
         try:
             value = read_plain(self._data, TENSOR, partial(_tensor, parts))
@@ -91,7 +91,7 @@ def apply_patches(patches: Iterable[Patch]) -> None:
 def _tensor(parts: list[Record], record: Record) -> torch.Tensor | Record:
     """A tensor on the CPU, as torch pickles one: its storage by torch.save, and where in it the numbers lie.
 
-    `parts` are those of tensors that still follow.
+    `parts` collects the records that belong to a tensor still to come.
     """
     if record.name != REBUILD:
         parts.append(record)
@@ -102,7 +102,7 @@ def _tensor(parts: list[Record], record: Record) -> torch.Tensor | Record:
         (saved,) = storage.arguments
         if storage.name not in LOADS or {type(number) for number in (offset, *shape, *strides)} - {int}:
             raise ValueError("it is no tensor")
-        found = torch.load(io.BytesIO(saved), map_location="cpu", weights_only=True)
-        return torch.empty(0, dtype=found.dtype).set_(found._untyped_storage, offset, shape, strides)
-    except Exception as error:  # of bytes from a stranger, whatever they make torch complain of
+        whole = torch.load(io.BytesIO(saved), map_location="cpu", weights_only=True)
+        return torch.empty(0, dtype=whole.dtype).set_(whole._untyped_storage, offset, shape, strides)
+    except Exception as error:  # torch raises many kinds for bytes that a stranger made
         raise ValueError(f"it is no tensor ({type(error).__name__})") from error

@@ -30,7 +30,7 @@ from hacpo_mega.cluster.rendezvous import (
     listen,
     listening_address,
     open_store,
-    published,
+    published_address,
     report_wrong_secret,
 )
 from hacpo_mega.cluster.security.private_folder import SocketFolder
@@ -39,10 +39,10 @@ from hacpo_mega.cluster.watchdog import Watchdog
 
 
 class Place(JobGroups):
-    """My groups and my session in the job. Use it as a context: an error inside ends the whole job, with a name and a
-    phase.
+    """The groups and the session of this process in the job. A context manager: an error inside ends the whole job, and
+    is reported with this process and its phase.
 
-    watchdog   what this process hears and says of deaths, signals and stacks
+    watchdog   reports dead and stuck processes to the others, and handles signals
     """
 
     def __init__(
@@ -73,13 +73,13 @@ class Place(JobGroups):
         stall_s: float = 600.0,
         store: dist.Store | None = None,
     ) -> Self:
-        """Takes this process's place in the job that torchrun or srun started; a collective over the job.
+        """Joins the job that torchrun or srun started; a collective over the job.
 
         Afterwards RANK and WORLD_SIZE are those inside the agent, as vLLM's external launcher reads them. `timeout_s`
         bounds joining and every later collective; a process that gives no sign of life for `stall_s` ends the job.
         `store` is the job's, where the caller has it already.
         Raises ValueError when the job was started with another number of processes, on several nodes where agents take
-        turns on one, on several without a secret, or without a launcher; Unreachable when its store is.
+        turns on one, on several without a secret, or without a launcher; Unreachable when the store cannot be reached.
         """
         env = LauncherEnv.find()
         rank_map.require_world_size(env.world_size)
@@ -98,11 +98,11 @@ class Place(JobGroups):
         try:
             place = cls(rank_map, env.rank, device, store, timeout_s, stall_s, secret)
         except (RuntimeError, OSError, Unreachable):
-            roll_call.explain()  # else it is an error of its own
+            roll_call.require_all()  # the likelier cause: a rank has not arrived
             raise
         forget_secret()
         os.environ["RANK"] = str(place.coordinate.world_rank)
-        os.environ["WORLD_SIZE"] = str(rank_map.world_of(place.coordinate))
+        os.environ["WORLD_SIZE"] = str(rank_map.role_world_size(place.coordinate))
         os.environ["LOCAL_RANK"] = str(device.index or 0)
         return place
 
@@ -138,14 +138,14 @@ class Place(JobGroups):
         me, size = self.coordinate.global_rank, self.rank_map.world_size
         return measure_offset(dist.PrefixStore("clock", self._store), me, size)
 
-    def open_door(self, name: str) -> AuthListener:
+    def open_listener(self, name: str) -> AuthListener:
         """A listener on a free port, which other processes of the job find by `name` and this rank."""
         rank = self.coordinate.global_rank
         server = listen(listening_address(), 0)
         listener = AuthListener(
             server, self._secret, f"{name} {rank}", partial(report_wrong_secret, str(self.coordinate))
         )
-        self._store.set(f"{name}/{rank}", published(server.getsockname()[1]))
+        self._store.set(f"{name}/{rank}", published_address(server.getsockname()[1]))
         return listener
 
     def connect(self, rank: int, name: str, timeout_s: float) -> socket.socket:
@@ -157,12 +157,12 @@ class Place(JobGroups):
         return connect_published(address, self._secret, f"{name} {rank}", timeout_s)
 
     def at_end(self, action: Callable[[], None]) -> None:
-        """Has `action` done last where this process ends at once."""
+        """Registers the last action of this process where it ends at once."""
         self.watchdog.at_end = lambda: (self._sockets.remove(), action())
 
     def close(self) -> None:
         """Leaves the job; a collective. Afterwards the process no longer affects the others."""
-        self.barrier()  # the last collective: after it a closed socket of a neighbour is a farewell, not a death
+        self.barrier()  # the last collective: a neighbour that closes its socket after it has left, not died
         self.watchdog.close()
         self.end_groups()
 
@@ -173,7 +173,7 @@ class Place(JobGroups):
 
     @contextmanager
     def _waiting(self, whom: str) -> Iterator[None]:
-        """Around a collective: times it, and records whom it waits for in case it never ends."""
+        """Times a collective, and records whom it waits for in case it never ends."""
         start = time.perf_counter()
         with self.watchdog.progress.waiting_for(whom):
             yield

@@ -6,8 +6,8 @@
     cell        = lane * cells_per_lane + cell_in_lane            a cell is one replica; its first rank is the leader
     block       = cell // block_cells                             cells that share experts; mostly one
 
-With placement = "apart" a cell has ranks that only answer behind those that train: its engines are over these, in the
-order of ranks. Both kinds of an agent's ranks have a world of their own, in which they are counted without the others.
+With placement = "apart" a cell also has ranks that only answer, after those that train: its engines run on them, in the
+order of ranks. An agent's ranks that train and its ranks that only answer are two worlds, each counted from 0.
 
 It lives beside place.py, which needs torch, so that `hacpo-mega check` and the launchers can ask for the number of
 processes in well under a second. Megatron is told the same order of ranks in megatron/actor.py.
@@ -25,7 +25,7 @@ from hacpo_mega.config import Config
 from hacpo_mega.models.files.visible import columns
 from hacpo_mega.models.sharding.layout import block_cells
 
-TABLE_WIDTH, NAME_WIDTH = 80, 20  # columns of the table, of a name in it
+TABLE_WIDTH, NAME_WIDTH = 80, 20  # characters of a line of the table, of a name in it
 
 
 @dataclass(frozen=True)
@@ -100,10 +100,10 @@ class AgentShape:
 class Coordinate:
     """The place of one process. `agent` is an index, `cell` counts over the agent's row, `engine` inside the cell.
 
-    trains, answers   whether it has a part of the actor, of an engine; one that does not train has its pp, cp and tp
-                      ranks 0, one that does not answer its engine and engine rank
-    world_rank        among the ranks of its agent that do what it does
-    block, block_rank     which cells share experts with its own, and its rank among all of theirs
+    trains, answers   whether it has a part of the actor, of an engine. pp, cp and tp rank are 0 where it does not
+                      train, engine and engine rank where it does not answer
+    world_rank        its rank among those of its agent with the same role
+    block, block_rank     number of the block of cells that share experts, and its rank among all of theirs
     """
 
     global_rank: int
@@ -150,7 +150,7 @@ class Coordinate:
 
 @dataclass(frozen=True)
 class RankMap:
-    """All processes of a job. Every question costs O(number of agents), whatever the number of ranks.
+    """All processes of a job. A look-up costs O(number of agents), whatever the number of ranks.
 
     shares_devices   whether agents take turns on the devices of one node: rank r of each agent is on device r
     """
@@ -168,14 +168,14 @@ class RankMap:
         """The map of a configuration."""
         shapes = (
             AgentShape(
-                agent.name,
-                agent.tp,
-                agent.pp,
-                agent.cells_per_lane,
-                agent.engine_tensor_parallel,
-                agent.cp,
-                agent.rollout_gpus or 0,
-                agent.ep,
+                name=agent.name,
+                tp=agent.tp,
+                pp=agent.pp,
+                cells_per_lane=agent.cells_per_lane,
+                engine_tp=agent.engine_tensor_parallel,
+                cp=agent.cp,
+                rollout=agent.rollout_gpus or 0,
+                ep=agent.ep,
             )
             for agent in config.agents
         )
@@ -213,9 +213,8 @@ class RankMap:
         """Ranks of one agent over all lanes."""
         return self.lanes * self.agents[agent].cells_per_lane * self.agents[agent].cell_size
 
-    def world_of(self, who: Coordinate) -> int:
-        """Ranks of the agent with the same role as `who`, its default process group: all, or those that train or
-        answer."""
+    def role_world_size(self, who: Coordinate) -> int:
+        """Ranks of the agent with the same role as `who`: the size of its default process group."""
         shape = self.agents[who.agent]
         return self.lanes * shape.cells_per_lane * (shape.training if who.trains else shape.rollout)
 
@@ -243,8 +242,8 @@ class RankMap:
         replica, tp_rank = divmod(cell_rank if trains else 0, shape.tp)
         pp_rank, cp_rank = divmod(replica, shape.cp)
         answers = not (trains and shape.rollout)
-        of_engines = cell_rank - shape.training * (not trains)
-        engine, engine_rank = divmod(of_engines if answers else 0, shape.engine_tp)
+        role_rank = cell_rank - shape.training * (not trains)
+        engine, engine_rank = divmod(role_rank if answers else 0, shape.engine_tp)
         return Coordinate(
             global_rank=global_rank,
             agent=agent,
@@ -261,7 +260,7 @@ class RankMap:
             engine_rank=engine_rank,
             trains=trains,
             answers=answers,
-            world_rank=cell * (shape.training if trains else shape.rollout) + of_engines,
+            world_rank=cell * (shape.training if trains else shape.rollout) + role_rank,
             block=block,
             block_rank=block_rank,
         )
@@ -280,8 +279,7 @@ class RankMap:
         ]
 
     def share_of_lane(self, who: Coordinate) -> slice:
-        """A cell's part of its lane's prompts, to answer and to train on: every cells_per_lane-th, from its own
-        place."""
+        """A cell's part of its lane's prompts, to answer and to train on: every cells_per_lane-th from its own on."""
         return slice(who.cell_in_lane, None, self.agents[who.agent].cells_per_lane)
 
     def share_of_agent(self, who: Coordinate) -> slice:
@@ -289,13 +287,13 @@ class RankMap:
         return slice(who.cell, None, self.lanes * self.agents[who.agent].cells_per_lane)
 
     def engine_with(self, agent: int, who: Coordinate, number: int, per_prompt: int, *, in_lane: bool) -> int:
-        """Global rank of the first rank of the engine of `agent` that has an answer of `who`'s engine, its `number`-th.
+        """First global rank of the engine of `agent` that takes part in the `number`-th answer of `who`'s engine.
 
         Both agents give `per_prompt` answers to each prompt of a list that the cells of their lane share (`in_lane`),
         or all their cells; the engines of a cell take every n-th answer.
         """
         mine = self.share_of_lane(who) if in_lane else self.share_of_agent(who)
-        prompt, g = divmod(who.engine + number * self.agents[who.agent].engines_per_cell, per_prompt)
+        prompt, answer = divmod(who.engine + number * self.agents[who.agent].engines_per_cell, per_prompt)
         position, theirs = mine.start + prompt * mine.step, self.agents[agent]
         if in_lane:
             prompt, cell = divmod(position, theirs.cells_per_lane)
@@ -303,7 +301,7 @@ class RankMap:
         else:
             prompt, cell = divmod(position, self.lanes * theirs.cells_per_lane)
             lane, cell = divmod(cell, theirs.cells_per_lane)
-        engine = (prompt * per_prompt + g) % theirs.engines_per_cell
+        engine = (prompt * per_prompt + answer) % theirs.engines_per_cell
         leader = self.leader_of(agent, lane, cell)
         return leader + theirs.cell_size - theirs.answering + engine * theirs.engine_tp
 
@@ -322,12 +320,12 @@ class RankMap:
         As many lanes as TABLE_WIDTH holds, at most `max_lanes`; beyond them the middle is left out, so the table of
         100,000 ranks still fits a screen.
         """
-        for most in range(min(self.lanes, max_lanes), 0, -1):
-            shown = [*range(most)]
-            if self.lanes > most:
-                shown = [*range(max(1, most - 1)), -1, self.lanes - 1]
-            header = ["", *("..." if lane < 0 else f"lane {lane}" for lane in shown)]
-            rows = [header, *(list(self._table_row(agent, shown)) for agent in range(len(self.agents)))]
+        for num_shown in range(min(self.lanes, max_lanes), 0, -1):
+            lanes = [*range(num_shown)]
+            if self.lanes > num_shown:
+                lanes = [*range(max(1, num_shown - 1)), -1, self.lanes - 1]  # -1: those left out
+            header = ["", *("..." if lane < 0 else f"lane {lane}" for lane in lanes)]
+            rows = [header, *(list(self._table_row(agent, lanes)) for agent in range(len(self.agents)))]
             lines = columns(rows)
             if max(map(len, lines)) <= TABLE_WIDTH:
                 break

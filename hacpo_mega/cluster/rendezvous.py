@@ -2,8 +2,8 @@
 
     a launcher of ours on one machine    a file in the job's private folder: nothing listens
     torchrun                             the launcher's own
-    srun                                 a server of rank 0 on the job's interface, at a port that it tells who asks at
-                                         MASTER_PORT and knows the job's secret
+    srun                                 a server of rank 0 on the job's interface; rank 0 tells its port at MASTER_PORT
+                                         to processes with the job's secret
 
 torch's client has no time limit against a listener that never answers. So torch's protocol begins only after the other
 side has shown the secret. Elsewhere: the secret itself (secret.py), the groups that are made through the store
@@ -31,10 +31,10 @@ from hacpo_mega.models.files.visible import say
 PROBE_S = 5.0  # for one connection
 POLL_S = 0.2
 PURPOSE = "store"
-NAME_BYTES = 8  # of an attempt
-# Rank 0 may be another attempt's, which is about to end: so long is it asked again.
-ANOTHER_S = 60.0
-SAME = "give every process of the job the same HACPO_MEGA_SECRET"
+NAME_BYTES = 8  # of the random name of an attempt
+# How long rank 0 is asked again after it refused the secret: it may be an earlier attempt's, which is about to end.
+REFUSED_S = 60.0
+HINT = "give every process of the job the same HACPO_MEGA_SECRET"
 FIRST_NOTICE_S = 60.0
 MOST_NAMED = 3
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
@@ -49,21 +49,21 @@ def open_store(env: LauncherEnv, secret: Secret, patience_s: float) -> dist.Stor
         return store
     if env.launcher_keeps_store:
         store = _connect(env.address, env.port, env.world_size, patience_s)
-        return dist.PrefixStore(_attempt(env, store, patience_s), store)
+        return dist.PrefixStore(_attempt_name(env, store, patience_s), store)
     if env.rank == 0:
-        return _serve(env, secret, patience_s)
+        return _serve_store(env, secret, patience_s)
     address = "127.0.0.1" if is_on_one_machine() else env.address
-    return _connect(address, _ask_port(env, address, secret, patience_s), env.world_size, patience_s)
+    return _connect(address, _ask_store_port(env, address, secret, patience_s), env.world_size, patience_s)
 
 
-def _attempt(env: LauncherEnv, store: dist.Store, patience_s: float) -> str:
-    """The name of this attempt in torchrun's store, which has the keys of those before: rank 0 tells it who asks.
+def _attempt_name(env: LauncherEnv, store: dist.Store, patience_s: float) -> str:
+    """Name of this attempt, made by rank 0: torchrun's store still has the keys of earlier attempts.
 
-    TORCHELASTIC_RESTART_COUNT is none: a node that starts again because another one failed has not counted that.
+    TORCHELASTIC_RESTART_COUNT would not do: a node that starts again because another one failed has not counted that.
     """
     name = os.urandom(NAME_BYTES).hex()
     if env.rank == 0:
-        threading.Thread(target=_tell_attempt, args=(store.clone(), name, env.world_size), daemon=True).start()
+        threading.Thread(target=_answer_name_requests, args=(store.clone(), name, env.world_size), daemon=True).start()
         return name
     store.append("asking", name)
     try:
@@ -73,23 +73,23 @@ def _attempt(env: LauncherEnv, store: dist.Store, patience_s: float) -> str:
         raise Unreachable(f"rank {env.rank} on {env.node}: rank 0 has not come within {patience_s:g} s") from error
 
 
-def _tell_attempt(store: dist.Store, name: str, num_ranks: int) -> None:
-    """Until the roll is full: who comes later has been started again, and belongs to the next attempt."""
-    num_told, size = 0, 2 * NAME_BYTES
-    roll = [f"{name}/hacpo_mega/{_here(rank)}" for rank in range(num_ranks)]
-    with suppress(RuntimeError):  # the launcher has ended
-        while not store.check(roll):
+def _answer_name_requests(store: dist.Store, name: str, num_ranks: int) -> None:
+    """Answers requests for the name until all ranks are here; a later one is of a restarted rank: the next attempt."""
+    num_answered, size = 0, 2 * NAME_BYTES
+    arrivals = [f"{name}/hacpo_mega/{_arrival_key(rank)}" for rank in range(num_ranks)]
+    with suppress(RuntimeError):  # the launcher has ended, and its store
+        while not store.check(arrivals):
             asking = store.get("asking").decode() if store.check(["asking"]) else ""
-            for start in range(num_told * size, len(asking), size):
+            for start in range(num_answered * size, len(asking), size):
                 store.set(asking[start : start + size], name)
-            num_told = len(asking) // size
+            num_answered = len(asking) // size
             time.sleep(POLL_S)
 
 
-def _serve(env: LauncherEnv, secret: Secret, patience_s: float) -> dist.Store:
+def _serve_store(env: LauncherEnv, secret: Secret, patience_s: float) -> dist.Store:
     address = listening_address()
     try:
-        door = listen(address, env.port, backlog=env.world_size)
+        contact = listen(address, env.port, backlog=env.world_size)
     except OSError as error:
         raise Unreachable(
             f"rank 0 cannot listen on {address or 'this machine'} port {env.port} (MASTER_PORT): {error.strerror}. "
@@ -107,16 +107,16 @@ def _serve(env: LauncherEnv, secret: Secret, patience_s: float) -> dist.Store:
         master_listen_fd=server.detach(),
     )
     me = f"rank 0 on {env.node}"
-    listener = AuthListener(door, secret, PURPOSE, lambda caller: report_wrong_secret(me, caller))
-    threading.Thread(target=_tell_port, args=(listener, port), name="store", daemon=True).start()
+    listener = AuthListener(contact, secret, PURPOSE, lambda caller: report_wrong_secret(me, caller))
+    threading.Thread(target=_send_store_port, args=(listener, port), name="store", daemon=True).start()
     return store
 
 
-def _tell_port(listener: AuthListener, port: int) -> None:
-    """Until this process ends: preflight comes a second time."""
+def _send_store_port(listener: AuthListener, port: int) -> None:
+    """Sends the store's port to every authenticated caller, until this process ends: preflight asks again."""
     while True:
         caller = listener.admit()
-        with caller, suppress(OSError):  # it may have gone meanwhile
+        with caller, suppress(OSError):  # the caller may have gone meanwhile
             caller.sendall(struct.pack(">H", port))
 
 
@@ -124,30 +124,30 @@ def report_wrong_secret(me: str, caller: str) -> None:
     """Reports at once a process that was refused; otherwise those that wait for it would only name its rank, much
     later."""
     with suppress(OSError):  # nobody can read it
-        say(f"{me}: a process at {caller} has another secret than this job and is turned away; {SAME}", file=sys.stderr)
+        say(f"{me}: a process at {caller} has another secret than this job and is turned away; {HINT}", file=sys.stderr)
 
 
-def _ask_port(env: LauncherEnv, address: str, secret: Secret, patience_s: float) -> int:
+def _ask_store_port(env: LauncherEnv, address: str, secret: Secret, patience_s: float) -> int:
     began, port, was_turned_away = time.monotonic(), env.port, False
-    end, refused_until = began + patience_s, began + min(ANOTHER_S, patience_s)
+    end, refused_until = began + patience_s, began + min(REFUSED_S, patience_s)
     while True:
         left_s = max(POLL_S, end - time.monotonic())
         try:
             with socket.create_connection((address, port), timeout=min(PROBE_S, left_s)) as connection:
                 authenticate(connection, secret, PURPOSE, left_s)
                 connection.settimeout(left_s)
-                (published,) = struct.unpack(">H", connection.recv(2, socket.MSG_WAITALL))
-                return published
+                (store_port,) = struct.unpack(">H", connection.recv(2, socket.MSG_WAITALL))
+                return store_port
         except (OSError, struct.error) as error:
-            found = error
-        is_turned_away = isinstance(found, WrongSecret)
-        was_turned_away |= is_turned_away  # that nobody listens when rank 0 has given up tells less
+            problem = error
+        is_turned_away = isinstance(problem, WrongSecret)
+        was_turned_away |= is_turned_away  # says more than the refused connection after rank 0 has ended
         now, me = time.monotonic(), f"rank {env.rank} on {env.node}"
         if (is_turned_away and now > refused_until) or (was_turned_away and now > end):
-            raise Unreachable(f"{me}: rank 0 at {address} port {port} has another secret, or is another job's; {SAME}")
+            raise Unreachable(f"{me}: rank 0 at {address} port {port} has another secret, or is another job's; {HINT}")
         if now > end:
             raise Unreachable(
-                f"{me}: no store of this job at {address} port {port} for {patience_s:.0f} s: {found}. Is rank 0 "
+                f"{me}: no store of this job at {address} port {port} for {patience_s:.0f} s: {problem}. Is rank 0 "
                 "there, and MASTER_PORT a port that no other program has?"
             )
         time.sleep(POLL_S)
@@ -168,17 +168,17 @@ def _connect(address: str, port: int, world_size: int, patience_s: float) -> dis
 
 
 class RollCall:
-    """Calls the roll of a job: a key of every rank; rank 0 waits for all, and each looks when a start fails."""
+    """Arrival of a job's ranks: each sets a key; rank 0 waits for all, and any rank checks them if a start fails."""
 
     def __init__(self, store: dist.Store, rank_map: RankMap, rank: int, patience_s: float) -> None:
-        """Says that this rank is here."""
+        """Records the arrival of this rank."""
         self._store, self._rank_map, self._rank, self._patience_s = store, rank_map, rank, patience_s
-        store.set(_here(rank), "1")
+        store.set(_arrival_key(rank), "1")
 
     def wait(self) -> None:
-        """On rank 0, waits for all ranks and names the missing ones after a minute, two, four ...; Unreachable when
+        """On rank 0, waits for all ranks and names the missing ones after a minute, two, four ...; Unreachable when the
         time is up."""
-        keys = [_here(rank) for rank in range(self._rank_map.world_size)]
+        keys = [_arrival_key(rank) for rank in range(self._rank_map.world_size)]
         began, notice_s = time.monotonic(), FIRST_NOTICE_S
         while self._rank == 0 and len(keys) > 1:
             left_s = self._patience_s - (time.monotonic() - began)
@@ -187,12 +187,12 @@ class RollCall:
                 return
             except RuntimeError:
                 if left_s <= notice_s:
-                    self.explain()
+                    self.require_all()
                 if absent := self._absent():
                     say(f"{absent} not come yet; waiting", file=sys.stderr)
             notice_s *= 2
 
-    def explain(self) -> None:
+    def require_all(self) -> None:
         """Unreachable if other ranks are missing: with a line on one rank of the job, without text on the rest."""
         if absent := self._absent():
             if self._store.add("absent", 1) > 1:
@@ -205,18 +205,18 @@ class RollCall:
     def _absent(self) -> str:
         """The missing ranks, as the beginning of a sentence; empty if all have arrived."""
         try:
-            absent = [rank for rank in range(self._rank_map.world_size) if not self._store.check([_here(rank)])]
+            absent = [rank for rank in range(self._rank_map.world_size) if not self._store.check([_arrival_key(rank)])]
         except RuntimeError as error:
-            keeper = self._rank_map.coordinate(0)
+            first = self._rank_map.coordinate(0)
             raise Unreachable(
-                f"{keeper}, or the launcher, keeps the store of the job and has ended: see its log"
+                f"{first}, or the launcher, keeps the store of the job and has ended: see its log"
             ) from error
         named = "; ".join(str(self._rank_map.coordinate(rank)) for rank in absent[:MOST_NAMED])
         more = f" and {len(absent) - MOST_NAMED} more ranks" if len(absent) > MOST_NAMED else ""
         return f"{named}{more} {'has' if len(absent) == 1 else 'have'}" if absent else ""
 
 
-def _here(rank: int) -> str:
+def _arrival_key(rank: int) -> str:
     return f"here/{rank}"
 
 
@@ -247,14 +247,14 @@ def listening_address() -> str:
     return ""
 
 
-def published(port: int) -> str:
-    """The way of other processes of the job to a port of this one: "address hostname port"."""
+def published_address(port: int) -> str:
+    """Address of a port of this process for the others of the job: "address hostname port"."""
     return f"{own_address()} {socket.gethostname()} {port}"
 
 
-def connect_published(address_of: str, secret: Secret, purpose: str, timeout_s: float) -> socket.socket:
-    """A connection to a process that gave `published` of its port (and perhaps more), after the handshake."""
-    address, hostname, port, *_ = address_of.split()
+def connect_published(published: str, secret: Secret, purpose: str, timeout_s: float) -> socket.socket:
+    """A connection, after the handshake, to a port by its `published_address`, which more text may follow."""
+    address, hostname, port, *_ = published.split()
     # Where a node's own name resolves to loopback, the address it published serves that node only.
     is_elsewhere = ip_address(address).is_loopback and hostname != socket.gethostname()
     candidates = (hostname,) if is_elsewhere else (address, hostname)
@@ -265,7 +265,7 @@ def connect_published(address_of: str, secret: Secret, purpose: str, timeout_s: 
                 connection = socket.create_connection((candidate, int(port)), timeout=timeout_s / len(candidates))
                 stack.enter_context(connection)
                 authenticate(connection, secret, purpose, timeout_s / len(candidates))
-                stack.pop_all()  # it stays open
+                stack.pop_all()  # the connection stays open
             keep_alive(connection)
             return connection
         except WrongSecret:

@@ -1,4 +1,4 @@
-"""Agents that share a device or a node: their number, the turns in which they use it, the memory that they pin there.
+"""Agents that share a device or a node: their number, their turns on it, the memory that they pin there.
 
 vLLM measures free device memory while it starts, and counts memory that another process of the device allocates or
 frees meanwhile as its own. So agents that share a device start their engines one after another. With `placement =
@@ -23,15 +23,15 @@ def agents_per_device(place: JobGroups) -> int:
     Raises ValueError on every rank where two processes of one agent are on one device, which NCCL refuses.
     """
     mine = f"{device_identity(place.device)} {place.coordinate.agent_name}"
-    seats = [payload.decode() for payload in place.gather_job(mine.encode())]
-    on_devices = [seat for seat in seats if not seat.startswith(" ")]
-    if twice := [seat for seat, count in Counter(on_devices).items() if count > 1]:
-        device, _, agent = twice[0].partition(" ")
+    pairs = [payload.decode() for payload in place.gather_job(mine.encode())]
+    counts = Counter(pair for pair in pairs if not pair.startswith(" "))
+    if shared := [pair for pair, count in counts.items() if count > 1]:
+        device, _, agent = shared[0].partition(" ")
         raise ValueError(
-            f"{Counter(on_devices)[twice[0]]} processes of agent {agent} are on the GPU {device}: an agent's processes "
+            f"{counts[shared[0]]} processes of agent {agent} are on the GPU {device}: an agent's processes "
             "need one each. Give the job more GPUs, or the agent fewer (tp x cp x pp and rollout_gpus, x cells x lanes)"
         )
-    return max(Counter(seat.partition(" ")[0] for seat in on_devices).values(), default=1)
+    return max(Counter(pair.partition(" ")[0] for pair in counts).values(), default=1)
 
 
 @contextmanager
@@ -46,28 +46,27 @@ def in_turn(
     arrive, leave   what the agent does first and last in its turn
 
     Collective over the job. It begins when every process has arrived, so that nothing before it still runs. An OSError
-    is raised when all have had their turns: a disk's refusal to one agent is reported to all together (joint_disk.py),
-    and they must not wait for each other in different places. Any other error ends the job before the next turn. The
-    agent leaves after each of them.
+    is raised only after all turns: joint_disk.py reports one agent's disk error to all together, and no agent may wait
+    elsewhere for the others. Any other error ends the job before the next turn. `leave` runs after either.
     """
     if not takes_turns:
         yield
         return
     for _ in range(place.agent + 1):
         place.barrier()
-    refused: OSError | None = None
+    disk_error: OSError | None = None
     try:
         arrive()
         try:
             yield
         except OSError as error:
-            refused = error
+            disk_error = error
     finally:
         leave()
     for _ in range(len(place.rank_map.agents) - place.agent):
         place.barrier()
-    if refused is not None:
-        raise refused
+    if disk_error is not None:
+        raise disk_error
 
 
 def require_host_memory(place: JobGroups, pinned: int, copied: int = 0) -> None:
@@ -79,20 +78,20 @@ def require_host_memory(place: JobGroups, pinned: int, copied: int = 0) -> None:
     mine = json.dumps([socket.gethostname(), pinned, copied, free_memory()]).encode()
     pins, copies, free = Counter[str](), Counter[str](), {}
     for payload in place.gather_job(mine):
-        node, of_pins, of_copies, free_there = json.loads(payload)
-        pins[node] += of_pins
-        copies[node] += of_copies
-        free[node] = min(free_there, free.get(node, free_there))
+        node, num_pinned, num_copied, free_and_limit = json.loads(payload)
+        pins[node] += num_pinned
+        copies[node] += num_copied
+        free[node] = min(free_and_limit, free.get(node, free_and_limit))
     for node, (left, limit) in free.items():
         size, kind = pins[node], "pinned memory"
-        asked, instead = "agents.*.offload", "Offload fewer agents (offload = 'none'), or spread them over more nodes"
+        key, remedy = "agents.*.offload", "Offload fewer agents (offload = 'none'), or spread them over more nodes"
         if place.rank_map.shares_devices:
-            asked, instead = "placement = 'shared'", "Give agents devices of their own (placement = 'split')"
+            key, remedy = "placement = 'shared'", "Give agents devices of their own (placement = 'split')"
         if size <= left:
             size, left, kind = copies[node], left - size, "memory for copies"
-            asked, instead = "checkpoint.asynchronous", "Set it to false, or spread the agents over more nodes"
+            key, remedy = "checkpoint.asynchronous", "Set it to false, or spread the agents over more nodes"
         if size > left:
             raise ValueError(
-                f"{asked} wants {size >> 20} MiB of {kind} on {node}, where {left >> 20} MiB are free"
-                f"{f' ({limit})' if limit else ''}. {instead}"
+                f"{key} wants {size >> 20} MiB of {kind} on {node}, where {left >> 20} MiB are free"
+                f"{f' ({limit})' if limit else ''}. {remedy}"
             )

@@ -1,24 +1,24 @@
 """Watchdog: every process watches its neighbour over one TCP connection and reports who died or hangs, in which phase.
 
-The processes of a job form a ring; rank r listens to rank r + 1, who tells it every phase it enters. The kernel, not a
+The processes of a job form a ring; rank r listens to rank r + 1, which reports every phase it enters. The kernel, not a
 heartbeat thread, says whether a process lives: when it ends, however it ends, its socket closes within milliseconds,
 and a host that loses power is missed by TCP keep-alive after 25 seconds. A process that is busy or stopped is not dead.
-But a thread of it says every few seconds that it runs, in long phases too; a process that says nothing for `stall_s`
-seconds is stopped or stuck, so its neighbour has it write its stack, lets it go on if it was stopped, and ends the job,
-every rank of which writes its stack too (status 4). A process that runs, but does not get on, sees so itself and ends
-the job likewise: its main thread may be stuck (an endless loop, or a wait before a collective) while its threads still
-run. So phases of many small steps report every step (an engine's step, a micro-batch, a tensor), and a process that has
+But one of its threads sends a heartbeat every few seconds, in long phases too. A process that sends none for `stall_s`
+seconds is stopped or stuck: its neighbour has it write its stack, resumes it if it was stopped, and ends the job, of
+which every rank writes its stack (status 4). A process that runs without progress detects this itself and ends the job
+likewise: its main thread may be stuck (an endless loop, or a wait before a collective) while its threads still run. So
+phases of many small steps report every step (an engine's step, a micro-batch, a tensor), and a process that has
 reported none for `stall_s` seconds and waits for nobody hangs.
 A rank that sees a death passes the cause on around the ring, so that all print the same name before they exit, also
 those that wait in a collective (the main thread cannot leave one; `os._exit` from the listening thread can).
-A killed rank also breaks the collectives of its peers, who then hold an error that is only a consequence. So an error
-asks its way around the ring before it is announced: it comes back only if nobody is dead.
-An error that the user has to mend (a ValueError before training starts) is said once in the whole job and ends it with
+A killed rank also breaks the collectives of its peers, whose errors are then only a consequence. So a
+question goes around the ring before an error is announced: it comes back only if nobody is dead.
+An error that the user has to mend (a ValueError before training starts) is printed once in the job and ends it with
 status 2, a run that stops itself (RunStopped) likewise with status 3. Where signals are deferred, a first SIGTERM or
-SIGUSR1 is only noted down: the job goes on to a point where it can be taken up again, and leaves by itself. Before
-that, by a second signal and by Ctrl-C it says once, by its rank 0, that it was told to end, and ends with the status
-that shells give to such a process: 143 after SIGTERM, 138 after SIGUSR1, 130 after SIGINT.
-Elsewhere: time limits of collectives (place.py sets them; a limit that passes is an error of that rank, like others).
+SIGUSR1 is only recorded: the job goes on to a point from which it can resume, and ends there. Before that, and at a
+second signal or Ctrl-C, its rank 0 prints once that the job was told to end, and it ends with the status that shells
+give to such a process: 143 after SIGTERM, 138 after SIGUSR1, 130 after SIGINT.
+Elsewhere: time limits of collectives (place.py sets them; one that is exceeded is an error of that rank).
 """
 
 import faulthandler
@@ -41,15 +41,15 @@ import torch
 import torch.distributed as dist
 
 from hacpo_mega.cluster.launcher_env import FAILED, REFUSED, SIGNALLED, STALLED, STOPPED, Unreachable
-from hacpo_mega.cluster.machine.environment import start_of
+from hacpo_mega.cluster.machine.environment import process_start
 from hacpo_mega.cluster.rank_map import Coordinate, RankMap
 from hacpo_mega.cluster.rendezvous import (
-    SAME,
+    HINT,
     connect_published,
     keep_alive,
     listen,
     listening_address,
-    published,
+    published_address,
     report_wrong_secret,
 )
 from hacpo_mega.cluster.security.secret import AuthListener, Secret, WrongSecret
@@ -65,9 +65,9 @@ ERROR_PATIENCE_S = 30.0
 SIGNAL_PATIENCE_S = {signal.SIGTERM: 5.0, signal.SIGUSR1: 5.0, signal.SIGINT: 0.0}
 ECHO_S = 1.0  # a scheduler and a launcher may both pass one signal on: what follows within this time is no second one
 LONGEST_BEAT_S = 10.0  # between two signs of life; of a short stall_s a tenth
-STACK_PATIENCE_S = 1.0  # for a process that was stopped to write its stack
+STACK_PATIENCE_S = 1.0  # for a resumed process to write its stack
 STACK_SIGNAL = signal.SIGUSR2
-# The others may be long (load, checkpoint, export) or have limits of their own (judge, and evaluate, which judges).
+# Phases that must report steps. Others may take long (load, checkpoint, export) or limit themselves (judge, evaluate).
 MUST_PROGRESS = ("roll_out", "exchange", "score", "learn", "diagnose", "publish")
 # Factor on stall_s for a process inside a collective of its agent, or whose device has work: that work may wait in a
 # collective which the host has long left. A process that has not entered it is named at 1.
@@ -98,9 +98,12 @@ class RankActivity(NamedTuple):
 
 
 class Progress:
-    """Activity of the main thread. `waits_for` names those it waits for in a collective of the job, None outside
-    one; `num_done` counts the small steps of the phase, `num_before` has those of the last one of each name. `queue` is
-    its device's, None on the CPU."""
+    """Activity of the main thread.
+
+    waits_for    the ranks that it waits for in a collective of the job; None outside one
+    num_done     small steps of the phase so far         num_before   those of the last phase of each name
+    queue        its device's; None on the CPU
+    """
 
     def __init__(self) -> None:
         self.waits_for: str | None = None
@@ -112,7 +115,7 @@ class Progress:
         self._num_idle_beats = 0
 
     def enter(self, phase: str) -> None:
-        """A phase begins; its name alone decides whether it must tell its steps."""
+        """Begins a phase, whose name decides whether it must report its steps."""
         self.num_before[self._phase] = self.num_done
         self._phase, self.num_done = phase, 0
         self._must_progress = phase in MUST_PROGRESS
@@ -125,7 +128,7 @@ class Progress:
 
     @contextmanager
     def waiting_for(self, whom: str) -> Iterator[None]:
-        """Around a collective of the job: a process that waits for others does not hang, however long they need."""
+        """Marks a collective of the job: a process that waits for others does not hang, however long they take."""
         self.waits_since = time.monotonic()
         self.waits_for = whom
         yield
@@ -145,7 +148,7 @@ class Progress:
         idle_s = self._num_idle_beats * beat_s
         if idle_s < stall_s:
             return None
-        device = _state(self.queue)
+        device = _device_state(self.queue)
         if idle_s < stall_s * WAITING_GRACE and (device or collective is not None):
             return None
         where = "is in no collective" if collective is None else f"is inside {collective}"
@@ -159,16 +162,16 @@ class Watchdog:
                      death is still named, whatever signal follows it: the ring says so, and ends this process
     signal_number   the signal that tells this process to end, since signals are deferred; 0 before there is one
     exit_message   the line about the next start that a process prints if a signal ends it
-    is_leaving   whether the job has agreed to end by such a signal, whoever was told
-    progress   what its main thread is at
-    before_end, at_end   what is done before its last words, and last, where this process ends at once
-    on_termination  what rank 0 does where the job ends at once by a signal
+    is_leaving   whether the job has agreed to end by such a signal, whichever process received it
+    progress   activity of its main thread
+    before_end, at_end   called before the end is reported, and last, where this process ends at once
+    on_termination  called on rank 0 where the job ends at once by a signal
     """
 
     def __init__(
         self, rank_map: RankMap, rank: int, store: dist.Store, secret: Secret, timeout_s: float, stall_s: float
     ) -> None:
-        """Joins the ring, a collective; `store` carries the addresses. Unreachable names a neighbour that is not."""
+        """Joins the ring, a collective; `store` carries the addresses. Unreachable names a missing neighbour."""
         self._me = rank_map.coordinate(rank)
         self._watched = rank_map.coordinate((rank + 1) % rank_map.world_size)
         self._store = store
@@ -188,7 +191,7 @@ class Watchdog:
         self._announcing = threading.Lock()
         self._nobody_is_dead = threading.Event()
         self._to_watcher: socket.socket | None = None
-        threading.Thread(target=self._heed, args=(_signals(),), name="signals", daemon=True).start()
+        threading.Thread(target=self._handle_signals, args=(_signal_socket(),), name="signals", daemon=True).start()
         if rank_map.world_size == 1:
             return
         from_watched = self._join(rank_map.coordinate((rank - 1) % rank_map.world_size), secret, timeout_s)
@@ -201,24 +204,24 @@ class Watchdog:
         rank, watched, me = self._me.global_rank, self._watched.global_rank, f"{self._me} on {socket.gethostname()}"
         server = listen(listening_address(), 0)
         port = server.getsockname()[1]
-        # Beside the own call: every process calls its neighbour, who must answer while it calls its own.
+        # In a thread: every process connects to its neighbour, which must accept while it connects to its own.
         auth = AuthListener(server, secret, f"{watcher.global_rank} watches {rank}", partial(report_wrong_secret, me))
         admitted = auth.expect(timeout_s)
-        process = f"{os.getpid()} {start_of(os.getpid())}"
-        self._store.set(f"watchdog/{rank}", f"{published(port)} {process}")
+        process = f"{os.getpid()} {process_start(os.getpid())}"
+        self._store.set(f"watchdog/{rank}", f"{published_address(port)} {process}")
         missed = self._watched
         try:
             self._address_of_watched = self._store.get(f"watchdog/{watched}").decode()
             purpose = f"{rank} watches {watched}"
             try:
                 from_watched = connect_published(self._address_of_watched, secret, purpose, timeout_s)
-            except WrongSecret:  # one that ended at this moment would have hung up, too
+            except WrongSecret:  # a neighbour that ended at this moment would have closed the connection, too
                 from_watched = connect_published(self._address_of_watched, secret, purpose, timeout_s)
             missed = watcher
             self._to_watcher = admitted.result()
         except WrongSecret as error:
             host = self._address_of_watched.split()[1]
-            raise Unreachable(f"{me}: {self._watched} on {host} has another secret; {SAME}") from error
+            raise Unreachable(f"{me}: {self._watched} on {host} has another secret; {HINT}") from error
         except (RuntimeError, OSError) as error:
             reason = str(error).strip().partition("\n")[0]
             raise Unreachable(
@@ -232,10 +235,10 @@ class Watchdog:
         self._is_before_training = phase in BEFORE_TRAINING
         self._phase, self._phase_began = f"{phase} {when}", time.monotonic()
         self.progress.enter(phase)
-        self._tell(f"phase {self._phase}")
+        self._send(f"phase {self._phase}")
 
     def activity(self) -> RankActivity:
-        """Says what this process is at now. Any thread may ask; the main one is not stopped for it."""
+        """The present work of this process. Any thread may call it; the main one is not stopped for it."""
         phase, _, when = self._phase.partition(" ")
         now, whom, progress = time.monotonic(), self.progress.waits_for, self.progress
         return RankActivity(
@@ -244,24 +247,24 @@ class Watchdog:
         )
 
     def keep_stack_in(self, folder: Path) -> None:
-        """Says where this process writes its stack when the job hangs: a file rank_<r>.stack, empty until then.
+        """Opens a file rank_<r>.stack, to which this process writes its stack when the job hangs.
 
-        By a signal, since in a process that is stuck no thread may ever run.
+        A signal triggers that, since in a stuck process no thread may ever run.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self._stack_file = folder / f"rank_{self._me.global_rank}.stack"
         self._stacks = self._stack_file.open("w")
         faulthandler.register(STACK_SIGNAL, self._stacks, all_threads=True)
-        self._tell("stack")
+        self._send("stack")
 
     def close(self) -> None:
-        """Leaves the ring in peace. Only after a barrier: from here on this process no longer hears of deaths."""
-        self._announcing.acquire()  # never released: what happens to the others is no longer this process's end
-        self._tell("bye")
+        """Leaves the ring without ending the job. Only after a barrier: deaths are no longer noticed from here on."""
+        self._announcing.acquire()  # never released: from now on no death of another ends this process
+        self._send("bye")
         for number in SIGNAL_PATIENCE_S:
             # A launcher tells the others to end when the first one has left: all must leave with their own status.
             signal.signal(number, signal.SIG_IGN if self.is_leaving else signal.SIG_DFL)
-        self._forget_stack()
+        self._remove_stack()
 
     def fail(self, error: BaseException) -> None:
         """Ends this process, after telling every other process why. Never returns.
@@ -272,19 +275,19 @@ class Watchdog:
         cause = f"{self._me} failed in phase {self._phase}: {type(error).__name__}: {detail}"
         is_refusal = isinstance(error, ValueError) and self._is_before_training
         if is_refusal or isinstance(error, RunStopped):
-            if self._is_first_to_say(str(error)):
+            if self._is_first_report(str(error)):
                 _write(f"{error}\n")
             time.sleep(REFUSAL_PATIENCE_S)
-            self._go_down(cause, REFUSED if is_refusal else STOPPED)
+            self._end_job(cause, REFUSED if is_refusal else STOPPED)
         if self._to_watcher is not None:
-            self._tell(f"alive? {self._me.global_rank}")
+            self._send(f"alive? {self._me.global_rank}")
             self._nobody_is_dead.wait(ERROR_PATIENCE_S)
         with suppress(OSError):
             traceback.print_exception(error)
-        self._go_down(cause, FAILED)
+        self._end_job(cause, FAILED)
 
-    def _is_first_to_say(self, text: str) -> bool:
-        """True for the first process of the job that says this: all ranks of an agent find the same in its files."""
+    def _is_first_report(self, text: str) -> bool:
+        """True for the first process that reports this text: all ranks of an agent find the same fault in its files."""
         with suppress(RuntimeError):  # the store ends with the process that keeps it
             return self._store.add(f"said/{hashlib.sha256(text.encode()).hexdigest()}", 1) == 1
         return True
@@ -299,73 +302,76 @@ class Watchdog:
                     return
                 if kind == "down":
                     status, _, cause = text.partition(" ")
-                    self._go_down(cause, int(status))
+                    self._end_job(cause, int(status))
                 self._watched_keeps_stack |= kind == "stack"
                 if kind == "phase":
                     self._phase_of_watched = text
                 elif kind == "alive?" and text == str(self._me.global_rank):
                     self._nobody_is_dead.set()
                 elif kind == "alive?":
-                    self._tell(f"alive? {text}")
-        self._go_down(f"{self._watched} died in phase {self._phase_of_watched}", FAILED)
+                    self._send(f"alive? {text}")
+        self._end_job(f"{self._watched} died in phase {self._phase_of_watched}", FAILED)
 
     def _beat(self, stall_s: float) -> None:
         """Sends heartbeats, and ends the job if the watched process has sent none for `stall_s` seconds.
 
-        Counted in beats of this process, not by the clock: one that was stopped itself has not listened.
+        Silence is counted in beats of this process, not by the clock: while it was stopped itself it did not listen.
         """
         beat_s = min(LONGEST_BEAT_S, stall_s / 10)
         while self._num_silent_beats * beat_s < stall_s:
             time.sleep(beat_s)
-            self._tell("beat")
+            self._send("beat")
             self._num_silent_beats += 1
             if stuck := self.progress.beat(beat_s, stall_s):
-                self._go_down(f"{self._me} {stuck}, in phase {self._phase}{self._stacks_are()}", STALLED)
+                self._end_job(f"{self._me} {stuck}, in phase {self._phase}{self._stack_hint()}", STALLED)
         cause = f"{self._watched} has given no sign of life for {stall_s:g} s, in phase {self._phase_of_watched}"
-        self._go_down(cause + self._stacks_are(), STALLED, wakes_watched=True)
+        self._end_job(cause + self._stack_hint(), STALLED, wakes_watched=True)
 
-    def _stacks_are(self) -> str:
+    def _stack_hint(self) -> str:
         return f"; stacks of all ranks: {self._stack_file.parent}/rank_*.stack" if self._stack_file else ""
 
     def _wake_watched(self) -> None:
         """Makes the watched process write its stack, if it is on this machine, and resumes it so that it learns of the
         end."""
         _, hostname, _, process, start = self._address_of_watched.split()
-        # A process of that number need not be the one: containers number their own. One that keeps no stack would die.
-        is_here = hostname == socket.gethostname() and start == start_of(int(process))
+        # The number may be another process's: containers number their own. One without a stack file would die of it.
+        is_here = hostname == socket.gethostname() and start == process_start(int(process))
         if self._watched_keeps_stack and is_here:
             with suppress(ProcessLookupError):  # it may end at this moment
                 os.kill(int(process), STACK_SIGNAL)
                 os.kill(int(process), signal.SIGCONT)
             time.sleep(STACK_PATIENCE_S)
 
-    def _heed(self, signals: socket.socket) -> None:
-        """Notes the first signal; ends this process at another, after a delay for signals that a launcher may send.
+    def _handle_signals(self, signals: socket.socket) -> None:
+        """Ends this process at the first signal that is not deferred.
 
-        The launcher may have seen a death before the ring has named it.
+        Not at once for signals that a launcher may send: it may have seen a death before the ring has named it.
         """
-        while (number := signals.recv(1)[0]) not in SIGNAL_PATIENCE_S or self._is_deferred(number):
-            pass
+        number = 0
+        while number not in SIGNAL_PATIENCE_S or self._defer(number):
+            number = signals.recv(1)[0]
         time.sleep(SIGNAL_PATIENCE_S[number])
         cause = f"{self._me} was told to end ({signal.Signals(number).name}) in phase {self._phase}"
-        self._go_down(cause, SIGNALLED + number)
+        self._end_job(cause, SIGNALLED + number)
 
-    def _is_deferred(self, number: int) -> bool:
+    def _defer(self, number: int) -> bool:
+        """Records the first signal for the caller; False for one that must end this process now."""
         if not self.defers_signals or number == signal.SIGINT:
             return False
         if not self.signal_number:
             self.signal_number, self._signalled_at = number, time.monotonic()
         return time.monotonic() - self._signalled_at < ECHO_S
 
-    def _go_down(self, cause: str, status: int, wakes_watched: bool = False) -> NoReturn:
-        self._announcing.acquire()  # never released: only the first cause is reported, and ends the process
+    def _end_job(self, cause: str, status: int, wakes_watched: bool = False) -> NoReturn:
+        self._announcing.acquire()  # never released: only the first cause is reported and ends the process
         try:
-            self._tell(f"down {status} {cause}")
-            self._say_last_words(cause, status, wakes_watched)
+            self._send(f"down {status} {cause}")
+            self._report_end(cause, status, wakes_watched)
         finally:
             os._exit(status)  # not sys.exit: the main thread may be inside a collective that will never return
 
-    def _say_last_words(self, cause: str, status: int, wakes_watched: bool) -> None:
+    def _report_end(self, cause: str, status: int, wakes_watched: bool) -> None:
+        """Prints what this rank knows of the end: its stack if the job hangs, its phase, the cause."""
         self.before_end()
         with suppress(OSError):  # nobody can read it, or the disk is full
             sys.stdout.flush()
@@ -375,34 +381,34 @@ class Watchdog:
             waited_s = time.monotonic() - self._phase_began
             waits = f", waiting for {self.progress.waits_for}" if self.progress.waits_for else ""
             _write(f"{self._me}, for {waited_s:.0f} s in phase {self._phase}{waits}, stops: {cause}\n")
-            if wakes_watched:  # after all know the cause: a process that waits for it would go on and not report it
+            if wakes_watched:  # only now that all know the cause: a rank that waits for it would go on unreported
                 self._wake_watched()
         else:
-            self._forget_stack()
+            self._remove_stack()
         if status == FAILED:
             _write(f"{self._me}, in phase {self._phase}, stops: {cause}\n")
-        elif status > SIGNALLED and self._me.global_rank == 0:  # one line: the sender of the signal knows that it ends
+        elif status > SIGNALLED and self._me.global_rank == 0:  # one line: whoever sent the signal expects the end
             _write(f"{cause}; {self.exit_message}\n" if self.exit_message else f"{cause}\n")
             with suppress(OSError):  # the disk may be full or unreachable
                 self.on_termination()
-        # else the reason has been printed, and its finder does not matter
+        # other statuses: the reason has been printed, and which rank found it does not matter
         self.at_end()
 
-    def _forget_stack(self) -> None:
+    def _remove_stack(self) -> None:
         if self._stack_file is not None:
             faulthandler.unregister(STACK_SIGNAL)
-            with suppress(OSError):  # its disk may be away or closed
+            with suppress(OSError):  # its disk may be gone
                 self._stack_file.unlink(missing_ok=True)
 
-    def _tell(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         # A watcher that is gone or stuck must not take this process with it: its own watcher reports it.
         if self._to_watcher is not None:
             with suppress(OSError):
                 self._to_watcher.sendall(f"{line}\n".encode())
 
 
-def _state(queue: torch.Stream | None) -> str:
-    """Says whether a device has work or a fault; "" for neither."""
+def _device_state(queue: torch.Stream | None) -> str:
+    """A clause on a device that has work or a fault; "" for neither."""
     try:
         return "" if queue is None or queue.query() else ", and its device has work"
     except RuntimeError as error:  # an access out of bounds, a GPU that has fallen off its bus
@@ -416,8 +422,8 @@ def _write(text: str) -> None:
         sys.stderr.flush()
 
 
-def _signals() -> socket.socket:
-    """A connection on which every signal's number arrives; none of ours ends this process by itself any more.
+def _signal_socket() -> socket.socket:
+    """A socket on which the number of every signal arrives; those of SIGNAL_PATIENCE_S no longer end this process.
 
     Not a handler alone: Python runs handlers in the main thread, which may be inside a collective for good.
     """

@@ -113,7 +113,8 @@ def small_kernels():
 
 def layer_kernels(dtype: str):
     """The kernels of a layer, at the sizes of an 8B model: heads of 128 numbers, all or half of them rotated."""
-    pointers = dict.fromkeys(("gate_up_ptr", "grad_ptr", "in_ptr", "turns_ptr", "weight_ptr", "out_ptr"), f"*{dtype}")
+    names = ("gate_up_ptr", "grad_ptr", "in_ptr", "cos_sin_ptr", "weight_ptr", "out_ptr")
+    pointers = dict.fromkeys(names, f"*{dtype}")
 
     def built(name: str, kernel, constants: dict, num_warps: int = 4, **more):
         return compile_kernel(f"{name} {dtype}", kernel, types_of(kernel, pointers), constants, num_warps, 3, **more)
@@ -141,7 +142,7 @@ def layer_kernels(dtype: str):
 def expert_kernels():
     """The kernels of a mixture of 8 experts a token, in bf16."""
     names = ("rows_ptr", "out_ptr", "grad_ptr", "grad_rows_ptr", "left_ptr", "right_ptr")
-    pointers = dict.fromkeys(names, "*bf16") | {"place_ptr": "*i64", "ends_ptr": "*i32"}
+    pointers = dict.fromkeys(names, "*bf16") | {"index_ptr": "*i64", "ends_ptr": "*i32"}
     sizes = {"block_k": 8, "block_h": experts.COLUMNS_PER_STEP}
     for has_shares in (True, False):
         kernel, constants = experts._combine_kernel, {**sizes, "has_shares": has_shares}

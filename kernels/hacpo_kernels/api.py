@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from hacpo_kernels import checks, reference
-from hacpo_kernels.autograd import Gated, Head, LinearLogprob, Normed, Rotation
+from hacpo_kernels.autograd import GatedActivationFunction, LinearLogprob, LmHead, RMSNormFunction, RotaryFunction
 from hacpo_kernels.backends import choose_backend
 from hacpo_kernels.bounds import Bounds
 from hacpo_kernels.linear_logprob import DTYPES
@@ -56,7 +56,7 @@ def linear_logprob(
         raise ValueError(f"vocab_start is 0 on rank {group.rank()} of the group; expected the first id of its shard")
     if fuse_main_grad and getattr(weight, "main_grad", None) is None:
         raise ValueError("fuse_main_grad is on but weight has no main_grad; expected Megatron's gradient buffer there")
-    head = Head(
+    head = LmHead(
         backend=choose_backend(backend, hidden, DTYPES),
         curve=Curve(1.0 / temperature, softcap),
         num_columns=max(0, min(len(weight), vocab_size - vocab_start)),
@@ -65,7 +65,7 @@ def linear_logprob(
         fuse_main_grad=fuse_main_grad,
     )
     if hidden.is_cuda and not target.is_cuda:
-        target = target.pin_memory()  # else the host may wait for what the device has to do
+        target = target.pin_memory()  # else the copy may wait for the device's queue
     target = target.to(hidden.device, torch.int64, non_blocking=True)
     column_T = target - vocab_start
     column_T = column_T.masked_fill((column_T < 0) | (column_T >= head.num_columns), -1)
@@ -108,15 +108,9 @@ def packed_objective(
     checks.check_objective(num_sequences, token_logprob, source_logprob, advantage, is_self, update_index, length)
     cu_seqlens = cu_seqlens.to(token_logprob.device, non_blocking=True)
     length = length if length is None else length.to(token_logprob.device, non_blocking=True)
-    loss_B, coefficient_B, ratio_B, weight_B = choose_backend(backend, token_logprob, checks.LOGPROBS).packed_objective(
-        token_logprob.detach(),
-        cu_seqlens,
-        source_logprob,
-        advantage,
-        is_self,
-        length,
-        bounds.low(update_index),
-        bounds,
+    chosen = choose_backend(backend, token_logprob, checks.LOGPROBS)
+    loss_B, coefficient_B, ratio_B, weight_B = chosen.packed_objective(
+        token_logprob.detach(), cu_seqlens, source_logprob, advantage, is_self, length, bounds.low(update_index), bounds
     )
     terms = SequenceTerms(loss_B, ratio_B, weight_B, advantage, is_self)
     return _PackedLoss.apply(token_logprob, loss_B, coefficient_B, cu_seqlens), coefficient_B, terms
@@ -155,7 +149,7 @@ def gated_activation(gate_up: torch.Tensor, activation: str, *, backend: str = "
         raise ValueError(f"activation is {activation!r}; expected one of {', '.join(reference.ACTIVATIONS)}")
     if gate_up.shape[-1] % 2:
         raise ValueError(f"gate_up has {gate_up.shape[-1]} columns; expected gate and up side by side")
-    return Gated.apply(gate_up, activation, choose_backend(backend, gate_up, DTYPES))
+    return GatedActivationFunction.apply(gate_up, activation, choose_backend(backend, gate_up, DTYPES))
 
 
 def rms_norm(
@@ -163,30 +157,32 @@ def rms_norm(
 ) -> torch.Tensor:
     """x (weight + offset) / sqrt(mean of x^2 + eps) over the last dimension of `x` [..., H]; differentiable in both.
 
-    On CUDA heads within a fused projection are read where they lie. Computed in float32 and rounded once. Raises
+    On CUDA heads within a fused projection are read without a copy. Computed in float32 and rounded once. Raises
     ValueError on a weight of another shape, dtype or device.
     """
     checks.check_tensor("weight", weight, (x.shape[-1],), (x.dtype,), x)
-    return Normed.apply(x, weight, eps, offset, choose_backend(backend, x, DTYPES))
+    return RMSNormFunction.apply(x, weight, eps, offset, choose_backend(backend, x, DTYPES))
 
 
-def rotate_heads(heads: torch.Tensor, turns: torch.Tensor, *, interleaved: bool, backend: str = "auto") -> torch.Tensor:
+def rotate_heads(
+    heads: torch.Tensor, cos_sin: torch.Tensor, *, interleaved: bool, backend: str = "auto"
+) -> torch.Tensor:
     """Queries or keys [T, N, D], rotated by their tokens' own angles; differentiable in `heads`.
 
-    turns         [T, 4 P], 2 P <= D, the dtype of heads: cosines, then sines, twice each, as the pairs lie
+    cos_sin       [T, 4 P], 2 P <= D, the dtype of heads: cosines, then sines, twice each, in the order of the pairs
     interleaved   a pair is two neighbours, cosines c1 c1 c2 c2 ...; else one of each half, c1 c2 ... c1 c2 ...
 
     Dimensions from 2 P on stay as they are. On CUDA computed in float32 and rounded once, elsewhere with the bits of
     Megatron's own function. Raises ValueError on shapes or dtypes that do not fit.
     """
     checks.check_tensor("heads", heads, (None, None, None), checks.FLOATS)
-    checks.check_tensor("turns", turns, (len(heads), None), (heads.dtype,), heads)
-    if turns.shape[1] % 4 or turns.shape[1] > 2 * heads.shape[2]:
+    checks.check_tensor("cos_sin", cos_sin, (len(heads), None), (heads.dtype,), heads)
+    if cos_sin.shape[1] % 4 or cos_sin.shape[1] > 2 * heads.shape[2]:
         raise ValueError(
-            f"turns has {turns.shape[1]} columns; expected 4 for each pair, at most {2 * heads.shape[2]} for heads "
+            f"cos_sin has {cos_sin.shape[1]} columns; expected 4 for each pair, at most {2 * heads.shape[2]} for heads "
             f"of {heads.shape[2]}"
         )
-    return Rotation.apply(heads, turns, interleaved, choose_backend(backend, heads, DTYPES))
+    return RotaryFunction.apply(heads, cos_sin, interleaved, choose_backend(backend, heads, DTYPES))
 
 
 @torch.no_grad()
@@ -204,28 +200,28 @@ def merge_adapter(
     if weight.ndim not in (2, 3) or (up.shape, down.shape) != wanted:
         shapes = ", ".join(str(list(tensor.shape)) for tensor in (weight, up, down))
         raise ValueError(f"weight, up and down are {shapes}; expected [N, M], [N, R], [R, M], or a stack of these")
-    one = weight.ndim == 2
+    is_single = weight.ndim == 2
     parts = (weight, up.float() * scale, down.float())
-    parts = (part[None] for part in parts) if one else parts
-    merged = choose_backend(backend, weight, DTYPES).merged(*parts)
-    return merged[0] if one else merged
+    parts = (part[None] for part in parts) if is_single else parts
+    merged = choose_backend(backend, weight, DTYPES).merge_adapter(*parts)
+    return merged[0] if is_single else merged
 
 
 def combine_rows(
-    rows: torch.Tensor, place: torch.Tensor, shares: torch.Tensor | None = None, *, backend: str = "auto"
+    rows: torch.Tensor, index: torch.Tensor, shares: torch.Tensor | None = None, *, backend: str = "auto"
 ) -> torch.Tensor:
-    """Sum [n, H] of each token's rows, weighted by its float32 shares [n, k], without a graph.
+    """Sum [n, H] of each token's rows, weighted by its float32 shares [n, k]; not part of an autograd graph.
 
-    rows    [n k, H]; place int64 [n, k], contiguous: which of them are a token's
+    rows    [n k, H]; index int64 [n, k], contiguous: the rows of each token
     """
-    return choose_backend(backend, rows, DTYPES).combine_rows(rows, place, shares)
+    return choose_backend(backend, rows, DTYPES).combine_rows(rows, index, shares)
 
 
 def combine_gradients(
-    grad: torch.Tensor, rows: torch.Tensor, place: torch.Tensor, shares: torch.Tensor, *, backend: str = "auto"
+    grad: torch.Tensor, rows: torch.Tensor, index: torch.Tensor, shares: torch.Tensor, *, backend: str = "auto"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of `combine_rows` in rows [n k, H] and shares [n, k], from that of its result [n, H]."""
-    return choose_backend(backend, rows, DTYPES).combine_gradients(grad, rows, place, shares)
+    return choose_backend(backend, rows, DTYPES).combine_gradients(grad, rows, index, shares)
 
 
 def add_grouped_product(
@@ -253,5 +249,5 @@ class _PackedLoss(torch.autograd.Function):
         coefficient_B, cu_seqlens = ctx.saved_tensors
         tokens_T = torch.arange(ctx.num_tokens, device=grad_B.device, dtype=cu_seqlens.dtype)
         # The sequence of a token, without asking the device for the lengths (repeat_interleave would).
-        owner_T = torch.searchsorted(cu_seqlens[1:].contiguous(), tokens_T, right=True)
-        return (grad_B * coefficient_B)[owner_T], None, None, None
+        sequence_T = torch.searchsorted(cu_seqlens[1:].contiguous(), tokens_T, right=True)
+        return (grad_B * coefficient_B)[sequence_T], None, None, None

@@ -18,12 +18,12 @@ from hacpo_kernels.reference import Curve, LogitStats, RowGradients
 
 
 @dataclass(frozen=True)
-class Head:
-    """Non-tensor arguments that linear_logprob's backward takes from its forward."""
+class LmHead:
+    """Non-tensor arguments of linear_logprob, which its backward needs again."""
 
     backend: Backend
     curve: Curve
-    num_columns: int  # rows of the weight shard that are vocabulary; the rest is padding
+    num_columns: int  # rows of the weight shard without padding
     group: dist.ProcessGroup | None
     reduce_hidden_grad: bool
     fuse_main_grad: bool
@@ -47,7 +47,7 @@ class LinearLogprob(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_T):
         hidden_TH, weight_VH, column_T, ignored_T, logsumexp_T = ctx.saved_tensors
-        # All tokens of a clipped sequence have coefficient 0: often most of a batch. The one host synchronisation here.
+        # Tokens of clipped sequences, often most of a batch, have coefficient 0. This is the only host synchronisation.
         rows_N = ((grad_T != 0) & ~ignored_T).nonzero()[:, 0]
         rows = RowGradients(column_T[rows_N], logsumexp_T[rows_N], grad_T[rows_N])
         grad_hidden_NH, grad_weight_VH = _fold_chunks(ctx, hidden_TH, weight_VH, rows_N, rows)
@@ -87,18 +87,14 @@ def _fold_chunks(
             grad_hidden_NH[chunk] = product(gradient_CV, vocabulary_VH, dtype)
         if wants_weight:
             add_product(grad_weight_VH[: head.num_columns], gradient_CV.t(), hidden_CH)
-        del gradient_CV  # before the next chunk is made: else two of them are alive, each up to 2.5 GB
+        del gradient_CV  # else two of them, each up to 2.5 GB, are alive while the next one is made
     if wants_hidden and reduces:
         dist.all_reduce(grad_hidden_NH, group=head.group)
         grad_hidden_NH = grad_hidden_NH.to(hidden_TH.dtype)
-    return grad_hidden_NH, _weight_gradient(head, weight_VH, grad_weight_VH) if wants_weight else None
-
-
-def _weight_gradient(head: Head, weight_VH: torch.Tensor, grad_weight_VH: torch.Tensor) -> torch.Tensor:
-    """Weight gradient [V, H] for autograd; with `fuse_main_grad` a placeholder that Megatron's hook ignores."""
-    if not head.fuse_main_grad:
-        return grad_weight_VH.to(weight_VH.dtype)
-    return main_grad_placeholder(weight_VH)
+    if wants_weight:
+        fuses = head.fuse_main_grad  # then autograd gets a placeholder, which Megatron's hook ignores
+        grad_weight_VH = main_grad_placeholder(weight_VH) if fuses else grad_weight_VH.to(weight_VH.dtype)
+    return grad_hidden_NH, grad_weight_VH
 
 
 def main_grad_placeholder(weight_VH: torch.Tensor) -> torch.Tensor:
@@ -110,27 +106,27 @@ def main_grad_placeholder(weight_VH: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(weight_VH) if tied else torch.empty_like(weight_VH)
 
 
-class Gated(torch.autograd.Function):
+class GatedActivationFunction(torch.autograd.Function):
     """Gated activation that keeps its input alone: torch's operations would keep twice as much."""
 
     @staticmethod
     def forward(ctx, gate_up, activation, backend):
         ctx.save_for_backward(gate_up)
         ctx.activation, ctx.backend = activation, backend
-        return backend.gated(gate_up, activation)
+        return backend.gated_activation(gate_up, activation)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        return ctx.backend.gated_gradient(*ctx.saved_tensors, grad, ctx.activation), None, None
+        return ctx.backend.activation_gradient(*ctx.saved_tensors, grad, ctx.activation), None, None
 
 
-class Normed(torch.autograd.Function):
-    """RMSNorm that keeps its input and a number a row; torch derives it from a dozen operations on a CPU."""
+class RMSNormFunction(torch.autograd.Function):
+    """RMSNorm that keeps its input and one number for each row; torch's own takes a dozen operations on a CPU."""
 
     @staticmethod
     def forward(ctx, x, weight_H, eps, offset, backend):
-        y, scale = backend.normed(x, weight_H, eps, offset)
+        y, scale = backend.rms_norm(x, weight_H, eps, offset)
         ctx.save_for_backward(x, weight_H, scale)
         ctx.offset, ctx.backend = offset, backend
         return y
@@ -138,20 +134,21 @@ class Normed(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        grads = ctx.backend.norm_gradient(*ctx.saved_tensors, grad, ctx.offset, ctx.needs_input_grad[1])
+        grads = ctx.backend.rms_norm_gradient(*ctx.saved_tensors, grad, ctx.offset, ctx.needs_input_grad[1])
         return *grads, None, None, None
 
 
-class Rotation(torch.autograd.Function):
+class RotaryFunction(torch.autograd.Function):
     """Rotary embedding, whose gradient is the rotation back."""
 
     @staticmethod
-    def forward(ctx, tensor_TND, turns_T4P, interleaved, backend):
-        ctx.save_for_backward(turns_T4P)
+    def forward(ctx, tensor_TND, cos_sin_T4P, interleaved, backend):
+        ctx.save_for_backward(cos_sin_T4P)
         ctx.interleaved, ctx.backend = interleaved, backend
-        return backend.rotated(tensor_TND, turns_T4P, interleaved, False)
+        return backend.rotate_heads(tensor_TND, cos_sin_T4P, interleaved, inverse=False)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_TND):
-        return ctx.backend.rotated(grad_TND, *ctx.saved_tensors, ctx.interleaved, True), None, None, None
+        grad_TND = ctx.backend.rotate_heads(grad_TND, *ctx.saved_tensors, ctx.interleaved, inverse=True)
+        return grad_TND, None, None, None

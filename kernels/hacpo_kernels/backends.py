@@ -21,50 +21,50 @@ class Backend:
     chunk_rows: Callable[[int], int]
     segment_sum: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     packed_objective: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
-    gated: Callable[[torch.Tensor, str], torch.Tensor]
-    gated_gradient: Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor]
-    normed: Callable[[torch.Tensor, torch.Tensor, float, float], tuple[torch.Tensor, torch.Tensor]]
-    norm_gradient: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
-    rotated: Callable[[torch.Tensor, torch.Tensor, bool, bool], torch.Tensor]
-    merged: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    gated_activation: Callable[[torch.Tensor, str], torch.Tensor]
+    activation_gradient: Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor]
+    rms_norm: Callable[[torch.Tensor, torch.Tensor, float, float], tuple[torch.Tensor, torch.Tensor]]
+    rms_norm_gradient: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+    rotate_heads: Callable[[torch.Tensor, torch.Tensor, bool, bool], torch.Tensor]
+    merge_adapter: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
     combine_rows: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
     combine_gradients: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     add_grouped_product: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 REFERENCE = Backend(
-    reference.logit_stats,
-    reference.logit_gradient,
-    reference.operand,
-    reference.chunk_rows,
-    reference.segment_sum,
-    reference.packed_objective,
-    reference.gated,
-    reference.gated_gradient,
-    reference.normed,
-    reference.norm_gradient,
-    reference.rotated,
-    reference.merged,
-    reference.combine_rows,
-    reference.combine_gradients,
-    reference.add_grouped_product,
+    logit_stats=reference.logit_stats,
+    logit_gradient=reference.logit_gradient,
+    operand=reference.operand,
+    chunk_rows=reference.chunk_rows,
+    segment_sum=reference.segment_sum,
+    packed_objective=reference.packed_objective,
+    gated_activation=reference.gated_activation,
+    activation_gradient=reference.activation_gradient,
+    rms_norm=reference.rms_norm,
+    rms_norm_gradient=reference.rms_norm_gradient,
+    rotate_heads=reference.rotate_heads,
+    merge_adapter=reference.merge_adapter,
+    combine_rows=reference.combine_rows,
+    combine_gradients=reference.combine_gradients,
+    add_grouped_product=reference.add_grouped_product,
 )
 TRITON = Backend(
-    triton_logprob.logit_stats,
-    triton_logprob.logit_gradient,
-    triton_logprob.operand,
-    triton_logprob.chunk_rows,
-    triton_objective.segment_sum,
-    triton_objective.packed_objective,
-    elementwise.gated,
-    elementwise.gated_gradient,
-    elementwise.normed,
-    elementwise.norm_gradient,
-    elementwise.rotated,
-    elementwise.merged,
-    experts.combine_rows,
-    experts.combine_gradients,
-    experts.add_grouped_product,
+    logit_stats=triton_logprob.logit_stats,
+    logit_gradient=triton_logprob.logit_gradient,
+    operand=triton_logprob.operand,
+    chunk_rows=triton_logprob.chunk_rows,
+    segment_sum=triton_objective.segment_sum,
+    packed_objective=triton_objective.packed_objective,
+    gated_activation=elementwise.gated_activation,
+    activation_gradient=elementwise.activation_gradient,
+    rms_norm=elementwise.rms_norm,
+    rms_norm_gradient=elementwise.rms_norm_gradient,
+    rotate_heads=elementwise.rotate_heads,
+    merge_adapter=elementwise.merge_adapter,
+    combine_rows=experts.combine_rows,
+    combine_gradients=experts.combine_gradients,
+    add_grouped_product=experts.add_grouped_product,
 )
 
 

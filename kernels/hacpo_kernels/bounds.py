@@ -17,13 +17,13 @@ class Bounds:
         band            HACPO's (eq. 50): c^alpha A with s clipped to [low(m), high], no gradient outside
         own             that of own answers
         truncated       F-TIS (arXiv 2605.22537): min(s, ratio_cap) A; none where A < 0 and log s < -divergence_limit
-        likelihood      A times the mean log-prob, no ratio: following an answer, as SGT does (arXiv 2605.07244)
+        likelihood      A times the mean log-prob, without a ratio, as SGT does (arXiv 2605.07244)
     delta, delta_step   band: its lower end low(m) at the m-th update of a step
     high                band: its upper end; 1 in the paper, infinite without a clip
     alpha               band: exponent of the importance weight
     ratio_cap           truncated: upper end of the weight
-    divergence_limit    truncated: nats per token by which a learner may find an answer of negative advantage unlikelier
-                        than its source did
+    divergence_limit    truncated: nats per token by which an answer of negative advantage may be less likely under the
+                        learner than under its source
 
     There are no defaults: they could contradict the configuration.
     Raises ValueError for a number that is below 0 or NaN, and for an unknown objective.

@@ -16,8 +16,7 @@ def check_tensor(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...],
     """ValueError unless `tensor` has `shape` (None is any size), one of `dtypes`, and the device of `like`."""
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"{name} is a {type(tensor).__name__}; expected a tensor")
-    wrong = tensor.ndim != len(shape) or any(want not in (None, got) for got, want in zip(tensor.shape, shape))
-    if wrong:
+    if tensor.ndim != len(shape) or any(want not in (None, got) for got, want in zip(tensor.shape, shape)):
         expected = ", ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(f"{name} has shape {list(tensor.shape)}; expected [{expected}]")
     if tensor.dtype not in dtypes:

@@ -24,7 +24,7 @@ BLOCK_N, BLOCK_K, BLOCK_R, NUM_WARPS, NUM_STAGES = (64, 64, 64, 4, 1) if INTERPR
 @triton.jit
 def _combine_kernel(
     rows_ptr,  # *bf16 or *fp32 [n k, H]
-    place_ptr,  # *i64 [n, k], the row of each of a token's experts
+    index_ptr,  # *i64 [n, k], the row of each of a token's experts
     shares_ptr,  # *fp32 [n, k], read when has_shares
     out_ptr,  # as rows [n, H]
     per_token,
@@ -34,13 +34,13 @@ def _combine_kernel(
     block_h: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    number, column = tl.arange(0, block_k), tl.program_id(1) * block_h + tl.arange(0, block_h)
-    is_own, is_inside = number < per_token, column < hidden_size
-    place = tl.load(place_ptr + token * per_token + number, mask=is_own, other=0)
-    rows_ptr += place[:, None] * hidden_size + column[None, :]
-    rows = tl.load(rows_ptr, mask=is_own[:, None] & is_inside[None, :], other=0.0).to(tl.float32)
+    slot, column = tl.arange(0, block_k), tl.program_id(1) * block_h + tl.arange(0, block_h)
+    is_slot, is_inside = slot < per_token, column < hidden_size
+    index = tl.load(index_ptr + token * per_token + slot, mask=is_slot, other=0)
+    rows_ptr += index[:, None] * hidden_size + column[None, :]
+    rows = tl.load(rows_ptr, mask=is_slot[:, None] & is_inside[None, :], other=0.0).to(tl.float32)
     if has_shares:
-        rows *= tl.load(shares_ptr + token * per_token + number, mask=is_own, other=0.0)[:, None]
+        rows *= tl.load(shares_ptr + token * per_token + slot, mask=is_slot, other=0.0)[:, None]
     out = tl.sum(rows, axis=0).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + token * hidden_size + column, out, mask=is_inside)
 
@@ -49,7 +49,7 @@ def _combine_kernel(
 def _combine_gradient_kernel(
     grad_ptr,  # *bf16 or *fp32 [n, H]
     rows_ptr,  # as grad [n k, H]
-    place_ptr,  # *i64 [n, k]
+    index_ptr,  # *i64 [n, k]
     shares_ptr,  # *fp32 [n, k]
     grad_rows_ptr,  # as grad [n k, H]
     grad_shares_ptr,  # *fp32 [n, k]
@@ -59,19 +59,19 @@ def _combine_gradient_kernel(
     block_h: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    number = tl.arange(0, block_k)
-    is_own = number < per_token
-    place = tl.load(place_ptr + token * per_token + number, mask=is_own, other=0)
-    shares = tl.load(shares_ptr + token * per_token + number, mask=is_own, other=0.0)
+    slot = tl.arange(0, block_k)
+    is_slot = slot < per_token
+    index = tl.load(index_ptr + token * per_token + slot, mask=is_slot, other=0)
+    shares = tl.load(shares_ptr + token * per_token + slot, mask=is_slot, other=0.0)
     products = tl.zeros([block_k, block_h], tl.float32)
     for start in range(0, hidden_size, block_h):
         column = start + tl.arange(0, block_h)
         is_inside = column < hidden_size
         grad = tl.load(grad_ptr + token * hidden_size + column, mask=is_inside, other=0.0).to(tl.float32)[None, :]
-        places, mask = place[:, None] * hidden_size + column[None, :], is_own[:, None] & is_inside[None, :]
-        products += grad * tl.load(rows_ptr + places, mask=mask, other=0.0).to(tl.float32)
-        tl.store(grad_rows_ptr + places, (grad * shares[:, None]).to(grad_rows_ptr.dtype.element_ty), mask=mask)
-    tl.store(grad_shares_ptr + token * per_token + number, tl.sum(products, axis=1), mask=is_own)
+        element, mask = index[:, None] * hidden_size + column[None, :], is_slot[:, None] & is_inside[None, :]
+        products += grad * tl.load(rows_ptr + element, mask=mask, other=0.0).to(tl.float32)
+        tl.store(grad_rows_ptr + element, (grad * shares[:, None]).to(grad_rows_ptr.dtype.element_ty), mask=mask)
+    tl.store(grad_shares_ptr + token * per_token + slot, tl.sum(products, axis=1), mask=is_slot)
 
 
 @triton.jit
@@ -87,19 +87,19 @@ def _add_grouped_kernel(
     block_r: tl.constexpr,
     upcast: tl.constexpr,
 ):
-    expert, across = tl.program_id(1), tl.cdiv(matrix_columns, block_k)
+    expert, tiles_across = tl.program_id(1), tl.cdiv(matrix_columns, block_k)
     first = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
     last = tl.load(ends_ptr + expert)
     if last > first:
-        row = (tl.program_id(0) // across) * block_n + tl.arange(0, block_n)
-        column = (tl.program_id(0) % across) * block_k + tl.arange(0, block_k)
+        row = (tl.program_id(0) // tiles_across) * block_n + tl.arange(0, block_n)
+        column = (tl.program_id(0) % tiles_across) * block_k + tl.arange(0, block_k)
         total = tl.zeros([block_n, block_k], tl.float32)
         for start in range(first, last, block_r):
-            place = start + tl.arange(0, block_r)
-            is_own, place = (place < last)[:, None], place.to(tl.int64)[:, None]
+            index = start + tl.arange(0, block_r)
+            is_own, index = (index < last)[:, None], index.to(tl.int64)[:, None]
             left_mask, right_mask = is_own & (row < matrix_rows)[None, :], is_own & (column < matrix_columns)[None, :]
-            left = tl.load(left_ptr + place * matrix_rows + row[None, :], mask=left_mask, other=0.0)
-            right = tl.load(right_ptr + place * matrix_columns + column[None, :], mask=right_mask, other=0.0)
+            left = tl.load(left_ptr + index * matrix_rows + row[None, :], mask=left_mask, other=0.0)
+            right = tl.load(right_ptr + index * matrix_columns + column[None, :], mask=right_mask, other=0.0)
             if upcast:  # the interpreter multiplies bf16 payloads as integers
                 left, right = left.to(tl.float32), right.to(tl.float32)
             total = tl.dot(tl.trans(left), right, total, input_precision="ieee")
@@ -109,29 +109,29 @@ def _add_grouped_kernel(
         tl.store(into, tl.load(into, mask=mask) + total, mask=mask)
 
 
-def combine_rows(rows_RH: torch.Tensor, place_nk: torch.Tensor, shares_nk: torch.Tensor | None) -> torch.Tensor:
+def combine_rows(rows_RH: torch.Tensor, index_nk: torch.Tensor, shares_nk: torch.Tensor | None) -> torch.Tensor:
     """`reference.combine_rows` in Triton."""
-    (num_tokens, per_token), hidden_size = place_nk.shape, rows_RH.shape[1]
+    (num_tokens, per_token), hidden_size = index_nk.shape, rows_RH.shape[1]
     out_nH = rows_RH.new_empty(num_tokens, hidden_size)
     if num_tokens:
         with torch.cuda.device_of(rows_RH):
             _combine_kernel[(num_tokens, triton.cdiv(hidden_size, COLUMNS_PER_STEP))](
-                rows_RH.contiguous(), place_nk, place_nk if shares_nk is None else shares_nk.contiguous(), out_nH,
+                rows_RH.contiguous(), index_nk, index_nk if shares_nk is None else shares_nk.contiguous(), out_nH,
                 per_token, hidden_size, shares_nk is not None, triton.next_power_of_2(per_token), COLUMNS_PER_STEP,
             )  # fmt: skip
     return out_nH
 
 
 def combine_gradients(
-    grad_nH: torch.Tensor, rows_RH: torch.Tensor, place_nk: torch.Tensor, shares_nk: torch.Tensor
+    grad_nH: torch.Tensor, rows_RH: torch.Tensor, index_nk: torch.Tensor, shares_nk: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`reference.combine_gradients` in Triton."""
-    (num_tokens, per_token), hidden_size = place_nk.shape, rows_RH.shape[1]
+    (num_tokens, per_token), hidden_size = index_nk.shape, rows_RH.shape[1]
     grad_RH, grad_nk = rows_RH.new_empty(rows_RH.shape), shares_nk.new_empty(shares_nk.shape)
     if num_tokens:
         with torch.cuda.device_of(rows_RH):
             _combine_gradient_kernel[(num_tokens,)](
-                grad_nH.contiguous(), rows_RH.contiguous(), place_nk, shares_nk.contiguous(), grad_RH, grad_nk,
+                grad_nH.contiguous(), rows_RH.contiguous(), index_nk, shares_nk.contiguous(), grad_RH, grad_nk,
                 per_token, hidden_size, triton.next_power_of_2(per_token), COLUMNS_PER_STEP,
             )  # fmt: skip
     return grad_RH, grad_nk

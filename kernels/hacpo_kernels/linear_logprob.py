@@ -1,13 +1,13 @@
 """linear_logprob in Triton: two passes over the vocabulary that never materialise the logits.
 
-`logit_stats`      hidden @ weight^T tile by tile; a tile of logits lives only as float32 accumulators, and leaves
-                   behind max, sum of exponentials and target logit per row and vocabulary split. A second kernel joins
+`logit_stats`      hidden @ weight^T tile by tile; a tile of logits exists only as float32 accumulators, of which max,
+                   sum of exponentials and target logit per row and vocabulary split are stored. A second kernel joins
                    the splits in fixed order.
 `logit_gradient`   the same tiles again, turned into the gradient of the logits: one bounded chunk in the inputs' dtype,
                    which two cuBLAS products (autograd.py) fold into the gradients of hidden and weight.
 
-A split is a constant number of columns, never a function of the number of tokens, there is no atomic anywhere, and rows
-never interact: a token's log-prob has the same bits whatever it is batched with. Logits are never rounded to bf16: that
+A split is a constant number of columns, never a function of the number of tokens, there are no atomics, and rows never
+interact: a token's log-prob has the same bits whatever it is batched with. Logits are never rounded to bf16: that
 alone would move a sequence's mean log-prob by the width of the clip.
 
 Shapes: T tokens, H hidden, V rows of the vocabulary shard without padding, S splits.
@@ -56,8 +56,10 @@ FLOAT32 = Tiling(64, 128, 16, num_warps=8, num_stages=3, tiles_per_split=8)
 
 
 def tiling_for(dtype: torch.dtype, wide: Tiling, shared_bytes: float) -> Tiling:
-    """Tiling of a kernel where a program may have so much shared memory; `wide` is the kernel's own on Hopper."""
-    return FLOAT32 if dtype == torch.float32 else wide if shared_bytes >= WIDE_BYTES else NARROW_BF16
+    """Tiling of a kernel where a program may have `shared_bytes` of shared memory; `wide` is the kernel's on Hopper."""
+    if dtype == torch.float32:
+        return FLOAT32
+    return wide if shared_bytes >= WIDE_BYTES else NARROW_BF16
 
 
 def _tiling(tensor: torch.Tensor, wide: Tiling) -> Tiling:
@@ -71,11 +73,11 @@ def chunk_rows(num_columns: int) -> int:
 
 
 @triton.jit
-def _tile_place(tile, num_rows, num_splits, block_t: tl.constexpr, group_t: tl.constexpr):
-    """(row block, split) of a work item, with group_t row blocks side by side.
+def _tile_position(tile, num_rows, num_splits, block_t: tl.constexpr, group_t: tl.constexpr):
+    """(first row, split) of a work item; items go through the splits with group_t row blocks at a time.
 
-    So a wave of tiles shares weights and hidden states in L2. Row blocks alone would read all of hidden again for every
-    split.
+    So tiles that run together share weights and hidden states in L2. With all row blocks at a time, all of hidden would
+    be read again for every split.
     """
     num_blocks = tl.cdiv(num_rows, block_t)
     per_group = group_t * num_splits
@@ -110,8 +112,8 @@ def _logit_tile(
 @triton.jit
 def _tanh(x):
     """tanh by exp2, which cannot overflow: (1 - e) / (1 + e) with e = exp(-2 |x|), and the sign of x."""
-    shrunk = tl.exp2(-2.0 * tl.abs(x) * LOG2_E)
-    size = (1.0 - shrunk) / (1.0 + shrunk)
+    e = tl.exp2(-2.0 * tl.abs(x) * LOG2_E)
+    size = (1.0 - e) / (1.0 + e)
     return tl.where(x < 0.0, -size, size)
 
 
@@ -145,10 +147,10 @@ def _stats_kernel(
     num_items = tl.cdiv(num_rows, block_t) * num_splits
     to_log2 = inverse_temperature * LOG2_E
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
-        row, split = _tile_place(item, num_rows, num_splits, block_t, group_t)
+        row, split = _tile_position(item, num_rows, num_splits, block_t, group_t)
         rows = row + tl.arange(0, block_t)
         target = tl.load(target_ptr + rows, mask=rows < num_rows, other=-1)
-        # -inf, not 0: a row whose logits are all far below 0 must not be compared with a logit it does not have.
+        # -inf, not 0: the logits of a row may all be far below 0.
         top = tl.full([block_t], float("-inf"), tl.float32)
         total = tl.zeros([block_t], tl.float32)
         picked = tl.full([block_t], float("-inf"), tl.float32)
@@ -169,11 +171,11 @@ def _stats_kernel(
             shrink = tl.exp2(tl.where(top == float("-inf"), 0.0, top - base) * to_log2)
             total = total * shrink + tl.sum(tl.exp2((logits - base[:, None]) * to_log2), axis=1)
             top = new_top
-        # int64: splits times rows passes 2^31.
-        place = split.to(tl.int64) * num_rows + rows
-        tl.store(top_ptr + place, top, mask=rows < num_rows)
-        tl.store(total_ptr + place, total, mask=rows < num_rows)
-        tl.store(picked_ptr + place, picked, mask=rows < num_rows)
+        # int64: splits times rows exceeds 2^31.
+        element = split.to(tl.int64) * num_rows + rows
+        tl.store(top_ptr + element, top, mask=rows < num_rows)
+        tl.store(total_ptr + element, total, mask=rows < num_rows)
+        tl.store(picked_ptr + element, picked, mask=rows < num_rows)
 
 
 @triton.jit
@@ -197,10 +199,10 @@ def _join_kernel(
     total = tl.zeros([block_t], tl.float32)
     picked = tl.full([block_t], float("-inf"), tl.float32)
     for split in range(num_splits):
-        place = tl.cast(split, tl.int64) * num_rows + rows
-        other_top = tl.load(top_ptr + place, mask=inside, other=float("-inf"))
-        other_total = tl.load(total_ptr + place, mask=inside, other=0.0)
-        picked = tl.maximum(picked, tl.load(picked_ptr + place, mask=inside, other=float("-inf")))
+        element = tl.cast(split, tl.int64) * num_rows + rows
+        other_top = tl.load(top_ptr + element, mask=inside, other=float("-inf"))
+        other_total = tl.load(total_ptr + element, mask=inside, other=0.0)
+        picked = tl.maximum(picked, tl.load(picked_ptr + element, mask=inside, other=float("-inf")))
         new_top = tl.maximum(top, other_top)
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
         shrink = tl.exp2(tl.where(top == float("-inf"), 0.0, top - base) * to_log2)
@@ -241,14 +243,14 @@ def _gradient_kernel(
     num_splits = tl.cdiv(num_columns, block_v)
     num_items = tl.cdiv(num_rows, block_t) * num_splits
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
-        row, split = _tile_place(item, num_rows, num_splits, block_t, group_t)
+        row, split = _tile_position(item, num_rows, num_splits, block_t, group_t)
         column = split * block_v
         logits = _logit_tile(hidden, weight, row, column, hidden_size, block_t, block_v, block_h, upcast)
         slope = inverse_temperature
         if softcap is not None:
-            turned = _tanh(logits * (1.0 / softcap))
-            logits = softcap * turned
-            slope = inverse_temperature * (1.0 - turned * turned)
+            tanh = _tanh(logits * (1.0 / softcap))
+            logits = softcap * tanh
+            slope = inverse_temperature * (1.0 - tanh * tanh)
         rows = row + tl.arange(0, block_t)
         columns = column + tl.arange(0, block_v)
         inside = rows < num_rows
@@ -267,7 +269,7 @@ def logit_stats(hidden_TH: torch.Tensor, weight_VH: torch.Tensor, column_T: torc
     num_rows, num_columns = len(hidden_TH), len(weight_VH)
     tiling = _tiling(hidden_TH, STATS_BF16)
     num_splits = triton.cdiv(num_columns, tiling.block_v * tiling.tiles_per_split)
-    # One allocation each: the partial statistics of the splits, and what they become.
+    # One allocation each: the partial statistics of the splits, and the joined ones.
     parts_3ST = hidden_TH.new_empty((3, num_splits, num_rows), dtype=torch.float32)
     stats_3T = hidden_TH.new_empty((3, num_rows), dtype=torch.float32)
     if num_rows and num_splits:
@@ -279,7 +281,7 @@ def logit_stats(hidden_TH: torch.Tensor, weight_VH: torch.Tensor, column_T: torc
             tiles_per_split=tiling.tiles_per_split, softcap=curve.softcap,
         )  # fmt: skip
     if num_rows:
-        # The interpreter pays per program, a GPU per program too long.
+        # Larger for the interpreter, whose cost is per program.
         block_t = 1024 if INTERPRETED else 64
         with torch.cuda.device_of(hidden_TH):
             _join_kernel[(triton.cdiv(num_rows, block_t),)](
@@ -289,7 +291,7 @@ def logit_stats(hidden_TH: torch.Tensor, weight_VH: torch.Tensor, column_T: torc
 
 
 def operand(weight_VH: torch.Tensor) -> torch.Tensor:
-    """The weight [V, H] for every chunk's product: unchanged, or copied once to where TMA can read it."""
+    """The weight [V, H] for every chunk's product: unchanged, or copied once into a layout that TMA can read."""
     return aligned(weight_VH)
 
 
@@ -344,7 +346,7 @@ def with_scratch(launch: Callable[[], object], device: torch.device) -> None:
 
 
 def aligned(tensor_NH: torch.Tensor) -> torch.Tensor:
-    """The same rows [N, H] where TMA can read them: contiguous, 16-byte aligned. Copies only odd sizes and strides."""
+    """The same rows [N, H] in a layout that TMA can read: contiguous, 16-byte aligned. Else copied."""
     step = 16 // tensor_NH.element_size()
     if tensor_NH.stride(1) == 1 and tensor_NH.stride(0) % step == 0 and tensor_NH.data_ptr() % 16 == 0:
         return tensor_NH

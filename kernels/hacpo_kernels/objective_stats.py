@@ -1,8 +1,8 @@
 """Statistics of the objective: ratios, clips, bands and weights as sums and counts.
 
-Counting needs no bounds: a sequence's weight is 0 exactly where the objective gives it no gradient. It runs where the
-terms are. The trainer counts on the host, after an update, from terms that were copied there with the loss, so it costs
-the device no launch and no synchronisation. Shapes: B sequences.
+Counting needs no bounds: a sequence's weight is 0 exactly where the objective gives it no gradient. It runs on
+the device of the terms. The trainer counts on the host, after an update, from terms that were copied there with the
+loss: without a launch or a synchronisation of the device. Shapes: B sequences.
 """
 
 from collections.abc import Callable
@@ -46,8 +46,8 @@ class ObjectiveStats(NamedTuple):
     weight_cross, weight_sq_cross  w and w^2: effective sample size = weight sum^2 / (count * weight_sq sum)
     weight_cross_max               float64 scalar, the highest w; -inf if there is no such answer
     gradient_sq_*                  (d loss / d mean log-prob)^2: gradient energy of others' answers beside own ones
-    gradient_abs_*                 |w A|, the pull on an answer's mean log-prob; gradient_positive_* the part of it from
-                                   A > 0, so from answers that become likelier
+    gradient_abs_*                 |w A|, the size of d loss / d mean log-prob; gradient_positive_* the part of it from
+                                   A > 0, from answers that become more likely
     nonfinite                      counted over all sequences
     """
 
@@ -80,7 +80,7 @@ def objective_stats(terms: SequenceTerms) -> ObjectiveStats:
     finite_B = terms.loss_B.isfinite() & gradient_B.isfinite()
     counted_B = finite_B & ~ratio_B.isnan()  # no ratio: a sequence without tokens
     own_B, cross_B = counted_B & terms.is_self_B, counted_B & ~terms.is_self_B
-    trained_B = weight_B != 0  # below 0 where an objective of the user's pulls against the advantage
+    trained_B = weight_B != 0  # may be below 0 in an objective of the user's, against the advantage
     return ObjectiveStats(
         ratio_self=_pair(ratio_B, own_B),
         ratio_self_min=_extreme(ratio_B, own_B, torch.inf, torch.amin),

@@ -2,15 +2,15 @@
 
 torch's own float32 products on a CPU are MKL's, which leaves half of AVX-512's width unused on AMD processors.
 oneDNN's, which come with torch, use all of it, so they run there unless `torch.backends.mkldnn.enabled` is off. Without
-AVX-512 MKL's are the faster ones (docs/measurements/profile.md). The rule asks the processor, not a clock: all ranks on
-a kind of processor, and a run that is resumed there, get the same bits.
+AVX-512 MKL's are faster (docs/measurements/profile.md). The choice depends on the type of processor, not on a timing:
+all ranks on one type, and a run that is resumed there, get the same bits.
 """
 
 import torch
 
 # False with ATEN_CPU_CAPABILITY=avx2, too.
 PREFERS_ONEDNN = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-# Numbers of a product that are added to a sum at once: they are still in the cache then.
+# Numbers of a product that are added to a sum at once, few enough to be in the cache still.
 ADDED_AT_ONCE = 1 << 20
 
 
@@ -38,12 +38,12 @@ def add_product(total_MN: torch.Tensor, left_MK: torch.Tensor, right_KN: torch.T
         total_MN.addmm_(left_MK, right_KN)
         return
     rows = max(1, ADDED_AT_ONCE // total_MN.shape[1])
-    for some_MN, some_MK in zip(total_MN.split(rows), left_MK.split(rows), strict=True):
-        some_MN += product(some_MK, right_KN)
+    for block_MN, block_MK in zip(total_MN.split(rows), left_MK.split(rows), strict=True):
+        block_MN += product(block_MK, right_KN)
 
 
 def _suits_onednn(left_MK: torch.Tensor, right_KN: torch.Tensor) -> bool:
-    """True for float32 on the CPU, a contiguous matrix, and no gradient wanted: torch's operator has none."""
+    """True for float32 on the CPU, a contiguous right matrix, and no gradient wanted: torch's operator has none."""
     return (
         left_MK.dtype == right_KN.dtype == torch.float32
         and left_MK.device.type == "cpu"

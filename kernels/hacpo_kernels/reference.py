@@ -5,8 +5,9 @@ linear_logprob      log softmax(cap(hidden @ weight^T) / temperature)[target], s
 packed_objective    HACPO (arXiv 2603.02604): `objective_from_mean` is eq. 47 (own answers, GSPO clip) and eq. 50
                     (others' answers: stepwise band and exponential factor), or another method's objective of others'
                     answers (`Bounds.cross`). Both backends must match it.
-gated, rotated      a layer's gated activation and rotary embedding, in torch's operations and with their bits
-merged              LoRA's product, added to its matrix
+gated_activation    a layer's gated activation and, as rms_norm and rotate_heads, its norm and its rotary embedding, in
+                    torch's operations and with their bits
+merge_adapter       LoRA's product, added to its matrix
 experts             `combine_rows` with its gradients, and `add_grouped_product` (experts.py).
 
 Elsewhere: argument checks, autograd and the choice of a backend (api.py, autograd.py, backends.py), Triton
@@ -30,12 +31,12 @@ LOGIT_BUDGET = 1 << 24
 
 
 def chunk_rows(num_columns: int) -> int:
-    """Rows of one chunk of logits. A function of the vocabulary alone, so chunks do not move when the batch grows."""
+    """Rows of one chunk of logits. A function of the vocabulary alone, so that chunks do not depend on the batch."""
     return max(1, LOGIT_BUDGET // max(1, num_columns))
 
 
 class Curve(NamedTuple):
-    """From a product of hidden and weight, z, to what softmax takes: cap(z) / temperature.
+    """The function from a product z of hidden and weight to the logit that softmax takes: cap(z) / temperature.
 
     cap(z) is c tanh(z / c) with c = `softcap`, or z for None.
     """
@@ -180,7 +181,7 @@ def objective_from_mean(
         weight_B = torch.where(is_self_B, weight_B, cross_weight_B)
     has_ratio_B = is_self_B | (bounds.cross != "likelihood")  # else there is none to bound
     weight_B = torch.where(has_ratio_B & (difference_B.abs() > bounds.log_ratio_clamp), 0.0, weight_B)
-    # A NaN in comes out as NaN: where() on a comparison with NaN would have made a silent 0 of it.
+    # A NaN log-prob gives a NaN weight: where() on a comparison with NaN would have made a silent 0 of it.
     return loss_B, ratio_B, torch.where(difference_B.isnan(), torch.nan, weight_B)
 
 
@@ -254,7 +255,7 @@ def packed_objective(
 
 # Elementwise functions of the gate, called (gate, out=), and their gradients, (grad, gate, grad_input=), by the names
 # of `hidden_act` in config.json.
-# swigluoai is gpt-oss's, g sigmoid(1.702 g), whose product has limits: `limited`.
+# swigluoai is gpt-oss's, g sigmoid(1.702 g), whose factors are clamped: `clamped`.
 SWIGLUOAI, SLOPE, LIMIT = "swigluoai", 1.702, 7.0
 
 
@@ -263,8 +264,8 @@ def _swish(gate: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
 
 
 def _swish_gradient(grad: torch.Tensor, gate: torch.Tensor, *, grad_input: torch.Tensor) -> torch.Tensor:
-    open_ = torch.sigmoid(SLOPE * gate)
-    return torch.mul(grad, open_ * (1 + SLOPE * gate * (1 - open_)), out=grad_input)
+    sigmoid = torch.sigmoid(SLOPE * gate)
+    return torch.mul(grad, sigmoid * (1 + SLOPE * gate * (1 - sigmoid)), out=grad_input)
 
 
 ACTIVATIONS: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]] = {
@@ -279,36 +280,36 @@ ACTIVATIONS: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Te
 MERGED_AT_ONCE = {"cpu": 1 << 17, "cuda": 1 << 24}
 
 
-def gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """act(gate) * up, [..., F], of gate and up [..., 2 F], as `limited`."""
-    gate, up = limited(gate_up, activation)
+def gated_activation(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """act(gate) * up, [..., F], of gate and up [..., 2 F], both `clamped`."""
+    gate, up = clamped(gate_up, activation)
     out = torch.empty_like(gate, memory_format=torch.contiguous_format)
     return ACTIVATIONS[activation][0](gate, out=out).mul_(up)
 
 
-def gated_gradient(gate_up: torch.Tensor, grad: torch.Tensor, activation: str) -> torch.Tensor:
+def activation_gradient(gate_up: torch.Tensor, grad: torch.Tensor, activation: str) -> torch.Tensor:
     """Gradient [..., 2 F] of gate and up; the activated gate is computed again, in forward's order."""
     function, backward = ACTIVATIONS[activation]
-    gate, up = limited(gate_up, activation)
+    gate, up = clamped(gate_up, activation)
     grad_input = torch.empty_like(gate_up)
     grad_gate, grad_up = grad_input.chunk(2, dim=-1)
     function(gate, out=grad_up).mul_(grad)
     torch.mul(grad, up, out=grad_gate)
     backward(grad_gate, gate, grad_input=grad_gate)
-    if activation == SWIGLUOAI:  # nothing beyond a limit has a gradient
+    if activation == SWIGLUOAI:  # beyond a limit the gradient is 0
         gate, up = gate_up.chunk(2, dim=-1)
         grad_gate.masked_fill_(gate > LIMIT, 0.0)
         grad_up.masked_fill_(up.abs() > LIMIT, 0.0)
     return grad_input
 
 
-def limited(gate_up: torch.Tensor, activation: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gate and up [..., F] as they enter the product: of gpt-oss min(gate, 7), and up within -7 and 7, plus 1."""
+def clamped(gate_up: torch.Tensor, activation: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gate and up [..., F] as they enter the product: for gpt-oss min(gate, 7), and up within -7 and 7, plus 1."""
     gate, up = gate_up.chunk(2, dim=-1)
     return (gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT) + 1) if activation == SWIGLUOAI else (gate, up)
 
 
-def normed(x: torch.Tensor, weight_H: torch.Tensor, eps: float, offset: float) -> tuple[torch.Tensor, torch.Tensor]:
+def rms_norm(x: torch.Tensor, weight_H: torch.Tensor, eps: float, offset: float) -> tuple[torch.Tensor, torch.Tensor]:
     """y = r x (w + offset), [..., H], and r = (mean of x^2 + eps)^-1/2, float32 or float64 [..., 1]; rounded once."""
     if not offset:
         return torch.ops.aten._fused_rms_norm(x, weight_H.shape, weight_H, eps)
@@ -317,10 +318,10 @@ def normed(x: torch.Tensor, weight_H: torch.Tensor, eps: float, offset: float) -
     return y.type_as(x), scale
 
 
-def norm_gradient(
+def rms_norm_gradient(
     x: torch.Tensor, weight_H: torch.Tensor, scale: torch.Tensor, grad: torch.Tensor, offset: float, wants_weight: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Gradients of `normed`; with g the gradient of y
+    """Gradients of `rms_norm`; with g the gradient of y
 
     dx = r g (w + offset) - x r^3 sum(g x (w + offset)) / H        dw = sum over rows of r g x
     """
@@ -335,53 +336,53 @@ def norm_gradient(
     return grad_x.type_as(x), grad_weight
 
 
-def rotated(tensor_TND: torch.Tensor, turns_T4P: torch.Tensor, interleaved: bool, inverse: bool) -> torch.Tensor:
-    """Heads whose first 2 P numbers are rotated, pair by pair, forth or back: x cos + (-x of the partner, or x) sin."""
-    cosines, sines = turns_T4P.unsqueeze(1).chunk(2, dim=-1)
+def rotate_heads(tensor_TND: torch.Tensor, cos_sin_T4P: torch.Tensor, interleaved: bool, inverse: bool) -> torch.Tensor:
+    """Heads with their first 2 P numbers rotated in pairs (a, b): (a cos - b sin, b cos + a sin); `inverse`: back."""
+    cosines, sines = cos_sin_T4P.unsqueeze(1).chunk(2, dim=-1)
     size = cosines.shape[-1]
     part, rest = tensor_TND[..., :size], tensor_TND[..., size:]
     first, second = (part[..., ::2], part[..., 1::2]) if interleaved else part.chunk(2, dim=-1)
     partners = torch.stack((-second, first), dim=-1).flatten(-2) if interleaved else torch.cat((-second, first), dim=-1)
-    turned = part * cosines
-    turned = turned - partners * sines if inverse else turned + partners * sines
-    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+    out = part * cosines
+    out = out - partners * sines if inverse else out + partners * sines
+    return torch.cat((out, rest), dim=-1) if rest.shape[-1] else out
 
 
-def merged(weight_ENM: torch.Tensor, up_ENR: torch.Tensor, down_ERM: torch.Tensor) -> torch.Tensor:
-    """W + B A of each of E matrices in new memory: the sum in float32, one rank after the other, each rounded."""
-    whole_ENM = torch.empty_like(weight_ENM, memory_format=torch.contiguous_format)
+def merge_adapter(weight_ENM: torch.Tensor, up_ENR: torch.Tensor, down_ERM: torch.Tensor) -> torch.Tensor:
+    """W + B A of each of E matrices in new memory: summed in float32, one rank of B A after the other, each rounded."""
+    out_ENM = torch.empty_like(weight_ENM, memory_format=torch.contiguous_format)
     rows = max(1, MERGED_AT_ONCE[weight_ENM.device.type] // weight_ENM.shape[2])
-    for weight_NM, up_NR, down_RM, whole_NM in zip(weight_ENM, up_ENR, down_ERM, whole_ENM, strict=True):
-        blocks = (tensor.split(rows) for tensor in (weight_NM, up_NR, whole_NM))
+    for weight_NM, up_NR, down_RM, out_NM in zip(weight_ENM, up_ENR, down_ERM, out_ENM, strict=True):
+        blocks = (tensor.split(rows) for tensor in (weight_NM, up_NR, out_NM))
         for weight_nM, up_nR, out_nM in zip(*blocks, strict=True):
             sum_nM = torch.zeros_like(weight_nM, dtype=torch.float32)
             for column_n, row_M in zip(up_nR.unbind(1), down_RM, strict=True):
-                sum_nM.add_(column_n[:, None] * row_M)  # not addcmul, which some processors round once and others twice
+                sum_nM.add_(column_n[:, None] * row_M)  # not addcmul, which rounds once or twice by the processor
             out_nM.copy_(sum_nM.add_(weight_nM))
-    return whole_ENM
+    return out_ENM
 
 
-def combine_rows(rows_RH: torch.Tensor, place_nk: torch.Tensor, shares_nk: torch.Tensor | None) -> torch.Tensor:
-    """Sum of the rows `place_nk` of each token, [n, H] in their dtype, weighted by its float32 shares if there are any.
+def combine_rows(rows_RH: torch.Tensor, index_nk: torch.Tensor, shares_nk: torch.Tensor | None) -> torch.Tensor:
+    """Sum of the rows `index_nk` of each token, [n, H] in their dtype, weighted by its float32 shares if there are any.
 
     With shares, products and sum are float32.
     """
     if shares_nk is None:
-        return rows_RH.index_select(0, place_nk.flatten()).unflatten(0, place_nk.shape).sum(dim=1)
-    total_nH = rows_RH.new_zeros(len(place_nk), rows_RH.shape[1], dtype=shares_nk.dtype)
-    for place_n, share_n in zip(place_nk.T, shares_nk.T, strict=True):
-        total_nH += rows_RH.index_select(0, place_n) * share_n[:, None]
+        return rows_RH.index_select(0, index_nk.flatten()).unflatten(0, index_nk.shape).sum(dim=1)
+    total_nH = rows_RH.new_zeros(len(index_nk), rows_RH.shape[1], dtype=shares_nk.dtype)
+    for index_n, share_n in zip(index_nk.T, shares_nk.T, strict=True):
+        total_nH += rows_RH.index_select(0, index_n) * share_n[:, None]
     return total_nH.type_as(rows_RH)
 
 
 def combine_gradients(
-    grad_nH: torch.Tensor, rows_RH: torch.Tensor, place_nk: torch.Tensor, shares_nk: torch.Tensor
+    grad_nH: torch.Tensor, rows_RH: torch.Tensor, index_nk: torch.Tensor, shares_nk: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of `combine_rows`: of its rows, in their dtype, and of its shares. Each row belongs to one token."""
     grad_nH, grad_RH, grad_nk = grad_nH.type_as(shares_nk), torch.empty_like(rows_RH), torch.empty_like(shares_nk)
-    for number, (place_n, share_n) in enumerate(zip(place_nk.T, shares_nk.T, strict=True)):
-        grad_RH.index_copy_(0, place_n, (grad_nH * share_n[:, None]).type_as(rows_RH))
-        grad_nk[:, number] = (grad_nH * rows_RH.index_select(0, place_n)).sum(dim=-1)
+    for number, (index_n, share_n) in enumerate(zip(index_nk.T, shares_nk.T, strict=True)):
+        grad_RH.index_copy_(0, index_n, (grad_nH * share_n[:, None]).type_as(rows_RH))
+        grad_nk[:, number] = (grad_nH * rows_RH.index_select(0, index_n)).sum(dim=-1)
     return grad_RH, grad_nk
 
 

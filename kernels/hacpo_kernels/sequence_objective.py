@@ -15,7 +15,7 @@ import triton.language as tl
 from hacpo_kernels.bounds import Bounds
 from hacpo_kernels.linear_logprob import INTERPRETED
 
-# The interpreter pays per program, a GPU per program too long.
+# Larger for the interpreter, whose cost is per program.
 SEQUENCES_PER_PROGRAM, TOKENS_PER_STEP = (256 if INTERPRETED else 8), 512
 
 
@@ -27,11 +27,11 @@ def _segment_sums(
     block_b: tl.constexpr,
     block_t: tl.constexpr,
 ):
-    """Sum of tokens start[i]..stop[i], float64 [block_b]; partial sums lie by position in the segment."""
+    """Sums over the tokens from start to stop, float64 [block_b]; partial sums are by position in the segment."""
     sums = tl.zeros([block_b, block_t], tl.float64)
     for offset in range(0, tl.max(stop - start), block_t):
-        place = start[:, None] + offset + tl.arange(0, block_t)[None, :]
-        sums += tl.load(token_logprob_ptr + place, mask=place < stop[:, None], other=0.0).to(tl.float64)
+        token = start[:, None] + offset + tl.arange(0, block_t)[None, :]
+        sums += tl.load(token_logprob_ptr + token, mask=token < stop[:, None], other=0.0).to(tl.float64)
     return tl.sum(sums, axis=1)
 
 
@@ -57,7 +57,7 @@ def _segment_bounds(
 
 @triton.jit
 def _lengths(length_ptr, sequence, inside, start, stop, broken, has_length: tl.constexpr):
-    """Divisor of each sum, float64 [block_b], 1 if a sequence is empty; whether it is; whether it is invalid."""
+    """Divisor of each sum, float64 [block_b], 1 for an empty sequence; whether it is empty; whether it is invalid."""
     length = (stop - start).to(tl.float64)
     empty = length <= 0
     if has_length:
@@ -220,7 +220,7 @@ def packed_objective(
             _objective_kernel[(triton.cdiv(num_sequences, SEQUENCES_PER_PROGRAM),)](
                 token_logprob_T.contiguous(), cu_seqlens.contiguous(), source_logprob_B.contiguous(),
                 advantage_B.contiguous(), is_self_B.contiguous(),
-                coefficient_B if length_B is None else length_B.contiguous(),  # some pointer: it is not read
+                coefficient_B if length_B is None else length_B.contiguous(),  # a pointer that is not read
                 loss_B, coefficient_B, ratio_B, weight_B, num_sequences, len(token_logprob_T),
                 bounds.own_low, bounds.own_high, low, bounds.high, bounds.alpha,
                 bounds.ratio_cap, bounds.divergence_limit, bounds.log_ratio_clamp, bounds.cross,

@@ -158,11 +158,11 @@ def test_many_are_asked_at_once_and_only_what_is_said_counts(server, tmp_path, m
 
 def test_a_judge_remembers_a_bounded_number_of_scores(monkeypatch):
     """A run of many steps asks for millions, and a grading process has 2 GiB."""
-    monkeypatch.setattr(model_judge, "MOST_KNOWN", 3)
+    monkeypatch.setattr(model_judge, "MAX_SCORES", 3)
     judge = ModelJudge("http://127.0.0.1:1/v1", "judge")
     for number in range(8):
-        judge._keep(str(number), 0.5, "")
-        assert judge._kept(str(number)) == 0.5 and len(judge._known) <= 3
+        judge._store(str(number), 0.5, "")
+        assert judge._cached(str(number)) == 0.5 and len(judge._scores) <= 3
 
 
 @pytest.mark.nightly

@@ -1,16 +1,16 @@
-"""Process groups of this process, and what its ranks say through them.
+"""Process groups of this process, and the collectives over them.
 
 The default process group is the AGENT's world, so Megatron's parallel_state and vLLM's external launcher work as they
-are with agents of unequal size; of an agent some of whose ranks only answer, these have a world, and those that train.
+are with agents of unequal size. Where some ranks of an agent only answer, these and those that train are two worlds.
 All groups come from one job-wide store under prefixes of their own:
 
-    default group   my agent's ranks that do         gloo, and NCCL for CUDA tensors; Megatron and vLLM live here
+    default group   my agent's ranks of my role      gloo, and NCCL for CUDA tensors; Megatron and vLLM live here
     lane            the leaders of my lane           the exchange of answers; order of RankMap.leaders. NCCL on CUDA
     cell            the ranks of my replica          what its leader received
                     that train
     whole cell      all ranks of my replica          answers; another group than cell where some ranks only answer
-    block           all ranks of the cells that      what is said of weights for engines; mostly the same as whole cell.
-                    share experts with mine          Where some ranks only answer NCCL on CUDA for weights, too
+    block           all ranks of the cells that      messages about weights for engines; mostly the same as whole cell.
+                    share experts with mine          Where some ranks only answer, NCCL on CUDA for weights, too
     job             all ranks                        metrics, barriers; a tree (tree.py)
     row             my agent's leaders, by cell      numbers of whole steps (capability); a tree
 
@@ -40,14 +40,14 @@ LONGEST_PAUSE_S = 5.0  # between two looks at the store, which may have thousand
 class JobGroups:
     """The groups that a coordinate is in, and their collectives.
 
-    rank_map, coordinate     who I am; `lane`, `agent` and `is_leader` are short for the coordinate's
+    rank_map, coordinate     my position; `lane`, `agent` and `is_leader` are short for the coordinate's
     device                   my CUDA device, or the CPU
     lane_group               None unless I am a leader
     cell_group               None unless I train
     whole_cell               on every rank; the same where nobody only answers
     block_group              on every rank; the same where no other cell shares experts with mine
     weights_group            the same ranks, for tensors of their devices; None where nobody only answers
-    spans                    what this process does when, recorded while a step is traced
+    spans                    trace of this process, recorded while a step is traced
     """
 
     weights_group: WatchedGroup | None = None
@@ -66,20 +66,20 @@ class JobGroups:
             backend="cpu:gloo,cuda:nccl" if on_cuda else "gloo",
             store=dist.PrefixStore(f"{'agent' if my.trains else 'engines'}/{my.agent_name}", store),
             rank=my.world_rank,
-            world_size=rank_map.world_of(my),
+            world_size=rank_map.role_world_size(my),
             timeout=timeout,
         )
         # Kept, since the store ends with the last reference: on rank 0 it is the server that the others still ask.
         self._store = store
         self._timeout, self._num_meetings = timeout, 0
         # gloo connects two ranks when they first speak (TORCH_GLOO_LAZY_INIT), so making a group waits for nobody.
-        # Where that is switched off a constructor returns when all members have come; everybody makes its groups in
-        # this one order, leaders theirs first, so that even then nobody waits for a rank that waits for it.
+        # Where that is switched off a constructor returns when all members have come. All ranks make their groups in
+        # this one order, leaders theirs first, so that even then no two ranks wait for each other.
         self.lane_group = self._row = self.cell_group = None
         if my.is_leader:
             # By RankMap.leaders, not by rank: gathered parts are then in the order of assembly.
             leaders = rank_map.leaders(my.lane)
-            self.lane_group = self._lane_group(f"lane/{my.lane}", leaders.index(rank), len(leaders))
+            self.lane_group = self._device_group(f"lane/{my.lane}", leaders.index(rank), len(leaders))
             self._row = self._tree(f"row/{my.agent}", my.cell, rank_map.lanes * shape.cells_per_lane)
         if my.trains:
             self.cell_group = self._group(f"cell/{my.agent}/{my.cell}", my.cell_rank, shape.training)
@@ -90,8 +90,8 @@ class JobGroups:
         if shape.block_cells > 1:
             self.block_group = self._group(name, my.block_rank, shape.block_size)
         if shape.rollout:
-            whole = (f"{name}/weights", my.block_rank, shape.block_size)
-            self.weights_group = self._lane_group(*whole) if on_cuda else self.block_group
+            of_block = (f"{name}/weights", my.block_rank, shape.block_size)
+            self.weights_group = self._device_group(*of_block) if on_cuda else self.block_group
         self._job = self._tree("job", rank, rank_map.world_size)
 
     @property
@@ -134,19 +134,21 @@ class JobGroups:
             return self._job.gather(payload)
 
     def gather_job(self, payload: bytes) -> list[bytes]:
-        """The same on every process: for a few bytes each, since everybody receives everybody's."""
+        """One payload per process of the job, in rank order, on every process: for a few bytes each."""
         with self._waiting("what all ranks gather"):
             return split(self._job.share(join(self._job.gather(payload))))
 
     def highest_in_job(self, number: int) -> int:
         """The highest of the numbers that the processes of the job give. Collective."""
-        given = self.gather_to_first(str(number).encode())
-        return int(self.share_in_job(str(max(map(int, given))).encode() if given else None))
+        payloads = self.gather_to_first(str(number).encode())
+        highest = str(max(map(int, payloads))).encode() if payloads else None
+        return int(self.share_in_job(highest))
 
     def first_message(self, text: str | None) -> str | None:
         """The message of the lowest rank of the job that has one, on every rank; None if none has. Collective."""
         payloads = self.gather_to_first((text or "").encode())
-        return self.share_in_job(next((payload for payload in payloads if payload), b"")).decode() or None
+        first = next((payload for payload in payloads if payload), b"")
+        return self.share_in_job(first).decode() or None
 
     def gather_lane(self, payload: bytes) -> list[bytes]:
         """One payload per leader of this lane, in the order of RankMap.leaders; only leaders call it."""
@@ -159,7 +161,7 @@ class JobGroups:
             return gather_bytes(self.whole_cell, payload)
 
     def gather_block(self, payload: bytes) -> list[bytes]:
-        """The same of the cells that share experts with this one."""
+        """One payload per rank of the cells that share experts with this one, on every rank of these."""
         with self._waiting(f"the ranks of block {self.coordinate.block} of {self.coordinate.agent_name}"):
             return gather_bytes(self.block_group, payload)
 
@@ -209,16 +211,16 @@ class JobGroups:
         dist.destroy_process_group()
 
     def _waiting(self, whom: str) -> AbstractContextManager[None]:
-        """Around a collective that waits for `whom`."""
+        """Context of a collective that waits for `whom`."""
         return nullcontext()
 
-    def _lane_group(self, name: str, rank: int, size: int) -> WatchedGroup:
+    def _device_group(self, name: str, rank: int, size: int) -> WatchedGroup:
+        """NCCL on CUDA, gloo where two members share a GPU, as two agents may, or on the CPU."""
         if self.device.type != "cuda":
             return self._group(name, rank, size)
-        # Two agents may share a GPU.
         devices = dist.PrefixStore(f"{name}/device", self._store)
         devices.set(str(rank), device_identity(self.device))
-        if len({devices.get(str(leader)) for leader in range(size)}) < size:
+        if len({devices.get(str(member)) for member in range(size)}) < size:
             return self._group(name, rank, size)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
@@ -236,6 +238,6 @@ class JobGroups:
 def device_identity(device: torch.device) -> str:
     """A GPU's identity in the whole job; empty for the CPU, which nobody counts.
 
-    By UUID, since every task may call its own GPU number 0.
+    By UUID, since each task may see its own GPU as number 0.
     """
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""

@@ -15,16 +15,16 @@ from torch.distributed import ProcessGroupGloo, Store
 class Gloo(ProcessGroupGloo):
     """A gloo group that torch makes instead of its own class once registered."""
 
-    def __new__(cls, store: Store, rank: int, size: int, timeout: timedelta, **_how: bool) -> Self:
+    def __new__(cls, store: Store, rank: int, size: int, timeout: timedelta, **_flags: bool) -> Self:
         """A new group, or the one of this process alone."""
         if size == 1 and timeout in _ALONE:
             return _ALONE[timeout]
         return super().__new__(cls)
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, **how: bool) -> None:
-        """`how` is whether ranks may change later, which torch says since 2.14."""
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, **flags: bool) -> None:
+        """`flags` says whether ranks may change later: an argument that torch passes since 2.14."""
         if size > 1:
-            super().__init__(store, rank, size, timeout, **how)
+            super().__init__(store, rank, size, timeout, **flags)
         elif timeout not in _ALONE:
             options = ProcessGroupGloo._Options()
             options._devices, options._threads = [ProcessGroupGloo.create_device(interface="lo")], 1

@@ -26,7 +26,7 @@ ROUNDS = 8  # the fastest counts; the first one also waits until rank 0 serves t
 
 
 class Span(NamedTuple):
-    """One stretch of time, seconds of the recording clock; `turn` counts the collectives of a group from 0."""
+    """One interval, in seconds of the recording clock; `turn` counts the collectives of a group from 0."""
 
     name: str
     kind: str  # phase, part or collective
@@ -37,11 +37,11 @@ class Span(NamedTuple):
 
 
 class Spans:
-    """The recorder of one process. Off, a span costs a look at a flag.
+    """The recorder of one process. While recording is off, a span costs one check of a flag.
 
     owner    what the process is called in names of groups that are its agent's alone
-    settle   returns when the device has done what it was given, so that a span ends when its work does. Called at the
-             end of every recorded span, never while nothing is recorded
+    settle   waits for the device's queued work, so that a span ends when its work does. Called at the end of every
+             recorded span, never while nothing is recorded
     """
 
     def __init__(
@@ -52,19 +52,19 @@ class Spans:
     ) -> None:
         self.owner, self.is_on = owner, False
         self._settle, self._clock = settle, clock
-        self._found: list[Span] = []
+        self._recorded: list[Span] = []
         self._turns: Counter[str] = Counter()
         self._phase = ""
         self._sent: Counter[tuple[str, str]] = Counter()
 
     def start(self) -> None:
         """Records from now on; all members of a group start between the same two of its collectives."""
-        self.is_on, self._found, self._turns = True, [], Counter()
+        self.is_on, self._recorded, self._turns = True, [], Counter()
 
     def stop(self) -> list[Span]:
-        """Records since `start`, in the order in which they ended."""
+        """Ends recording; the spans since `start`, in the order in which they ended."""
         self.is_on = False
-        return self._found
+        return self._recorded
 
     @contextmanager
     def span(self, name: str, kind: str = "part", group: str = "") -> Iterator[None]:
@@ -81,7 +81,7 @@ class Spans:
             yield
         finally:
             self._settle()
-            self._found.append(Span(name, kind, begin, self._clock(), group, turn))
+            self._recorded.append(Span(name, kind, begin, self._clock(), group, turn))
 
     def sent(self, whom: str, num_bytes: int) -> None:
         """Counts bytes that this process has sent: to a kind of group (lane, cell, row, job, tp, pp), to the engine."""

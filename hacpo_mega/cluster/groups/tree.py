@@ -73,16 +73,16 @@ def as_tensor(payload: bytes) -> torch.Tensor:
 
 
 def join(payloads: list[bytes]) -> bytes:
-    """Payloads as one: their number, their sizes (int64, little endian), their bytes."""
+    """One message of several payloads: their number, their sizes (int64, little endian), their bytes."""
     sizes = torch.tensor([len(payloads), *map(len, payloads)]).numpy().astype("<i8")
     return b"".join([sizes.tobytes(), *payloads])
 
 
 def split(message: bytes) -> list[bytes]:
-    """The payloads that `join` has joined."""
-    number = int.from_bytes(message[:8], "little")
-    payloads, start = [], 8 * (number + 1)
-    for index in range(1, number + 1):
+    """The payloads of a message of `join`."""
+    num_payloads = int.from_bytes(message[:8], "little")
+    payloads, start = [], 8 * (num_payloads + 1)
+    for index in range(1, num_payloads + 1):
         size = int.from_bytes(message[8 * index : 8 * index + 8], "little")
         payloads.append(message[start : start + size])
         start += size

@@ -24,8 +24,8 @@ def rank_device(local_rank: int) -> torch.device:
     require_fitting_environment()
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    # A launcher that binds tasks to GPUs shows each task one of them, as number 0. (Several agents of one rank each may
-    # also share a single GPU.)
+    # A launcher that binds tasks to GPUs shows each task one of them, as number 0. Several agents of one rank each may
+    # also share a single GPU.
     index = 0 if torch.cuda.device_count() == 1 else local_rank
     if index >= torch.cuda.device_count():
         raise ValueError(
@@ -41,9 +41,9 @@ def work_queue(device: torch.device) -> torch.Stream | None:
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
-def actor_dtype(device: torch.device, asked: str | None = None) -> torch.dtype:
-    """Number format of an actor's weights, and of its engine's: as `asked`, else bf16 on CUDA, fp32 on the CPU."""
-    return getattr(torch, asked or ("bfloat16" if device.type == "cuda" else "float32"))
+def actor_dtype(device: torch.device, name: str | None = None) -> torch.dtype:
+    """Number format of the weights of an actor and its engine: `name` if given, else bf16 on CUDA, fp32 on the CPU."""
+    return getattr(torch, name or ("bfloat16" if device.type == "cuda" else "float32"))
 
 
 def send(tensors: Sequence[torch.Tensor | None], device: torch.device) -> list[torch.Tensor | None]:
@@ -69,7 +69,7 @@ def _part(packed: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def require_fitting_environment() -> None:
-    """Raises ValueError where torch's build cannot use this machine, or would leave its GPUs alone unasked."""
+    """Raises ValueError where torch's build cannot use this machine, or leaves its GPUs unused unasked."""
     if torch.cuda.is_available():
         return
     if torch.version.cuda is not None:

@@ -1,4 +1,4 @@
-"""The environment of a job's processes, and whether this process is one of them.
+"""Environment variables of a job's processes, and whether this process is one of them.
 
 `hacpo-mega train|init|doctor CONFIG` outside a job starts one (jobs/local.py) and runs itself in every rank; inside one
 (torchrun or srun) it runs at once. Imports nothing heavy: its variables must be set before torch and vllm are imported.
@@ -59,8 +59,8 @@ EVERYWHERE = {
 ON_CPU = {
     "VLLM_LOGGING_LEVEL": "ERROR",  # it warns of every CUDA feature that a CPU lacks
     "TORCHDYNAMO_DISABLE": "1",  # spares an 18 s compilation on the first answer
-    # oneDNN, and torch for it, keep what they made for the last so many shapes of products, .3 MB each; micro-batches
-    # have others every time, and some 20 within one. Their own 1024 are several hundred MB.
+    # oneDNN, and torch for it, cache primitives for the last so many shapes of products, .3 MB each. Every micro-batch
+    # has other shapes, some 20 of them. The default of 1024 entries takes several hundred MB.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
     "LRU_CACHE_CAPACITY": "64",
 }
@@ -68,9 +68,9 @@ ON_CUDA = {
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the numbers that nvidia-smi and Slurm give, on nodes of unequal GPUs, too
     "VLLM_LOGGING_LEVEL": "WARNING",  # its warnings explain a slow or a failed start
     "FLASHINFER_LOGGING_LEVEL": "warning",
-    # Else its all-reduce would be another one where nvcc and ninja are on PATH, compiled at the start.
+    # Else vLLM would use another all-reduce where nvcc and ninja are on PATH, and compile it at the start.
     "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
-    # It takes no request with a seed, and all of ours have one: loading it would only cost time.
+    # It takes no request with a seed, which all of ours have: loading it would only cost time.
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
 # Warnings of vLLM, by logger, that every start of an engine in this process gives and that ask for nothing.
@@ -91,7 +91,7 @@ FLASHINFER = "FLASHINFER_WORKSPACE_BASE"
 # Variables that a cluster may have to change; rank 0 of a Slurm job prints those that are set.
 SHOWN = re.compile(r"(MASTER|NCCL|TORCH_NCCL|GLOO|UCX|FI|OMP|CUDA|PYTORCH)_\w+")
 NODE_LISTS = ("SLURM_JOB_NODELIST_HET_GROUP_0", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")  # the best one first
-OF_A_CLUSTER = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT")  # Slurm's programs need them anywhere
+OF_CLUSTER = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT")  # Slurm's programs need them anywhere
 DEVICES = Path("/dev")
 SIOCGIFADDR = 0x8915  # the IPv4 address of an interface, in Linux
 
@@ -103,7 +103,7 @@ LAUNCHER_PID = "HACPO_MEGA_LAUNCHER_PID"  # set by jobs/local.py for the ranks i
 def prepare_environment() -> None:
     """Sets the variables above where they are not set. Must run before any heavy import.
 
-    ValueError for one that libraries would not understand, and would go on without.
+    ValueError for a value that libraries would not understand and silently ignore.
     """
     _require_sound_variables()
     under_srun = {}
@@ -119,13 +119,13 @@ def prepare_environment() -> None:
         # would listen to the network.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-    # vLLM reads its level when its first module has already warned.
+    # vLLM reads its level only after its first module has warned.
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
     for name in EXPECTED:
         logging.getLogger(name).addFilter(_is_unexpected)
-    # Its deprecations (GPTModel) and hints are for who builds on it; errors stay.
+    # Megatron's deprecations (GPTModel) and hints are for its developers; errors stay.
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    # Missing packages (TransformerEngine, Apex) are a choice, and torch's renamings are Megatron's to follow.
+    # Missing packages (TransformerEngine, Apex) are a choice, and Megatron must follow torch's renamings, not the user.
     for module in (r"megatron\.", r"torch\.distributed"):
         warnings.filterwarnings("ignore", category=Warning, module=module)
 
@@ -171,8 +171,8 @@ def own_caches(agent: str, device: int) -> None:
 
     On the node, because a home on the network is slow to compile in and is written by all nodes at once; the agent's,
     because vLLM's names do not tell two agents of one model apart. Under the temporary folder (TMPDIR), kept for the
-    next run. A variable that the user has set stays. Read when something is compiled, so it may be said after the
-    imports. ValueError where no folder is the user's own: another's code would run here.
+    next run. A variable that the user has set stays. Libraries read them when they compile, so they may be set after
+    the imports. ValueError where no folder is the user's own: another user's code would run here.
     """
     if not _has_cuda():
         return
@@ -207,9 +207,9 @@ def one_queue(tp: int) -> None:
 
 def _is_blackwell() -> bool:
     """True if a GPU of this machine has compute capability 10 or more; False if nvidia-smi does not tell."""
-    asked = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
-        output = subprocess.run(asked, capture_output=True, text=True, timeout=20).stdout
+        output = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout
     except (OSError, subprocess.TimeoutExpired):  # no such command in a container, or a driver that hangs
         return False
     return any(int(line.partition(".")[0]) >= 10 for line in output.splitlines() if line[:1].isdigit())
@@ -220,20 +220,20 @@ def compiler_problems() -> list[str]:
     scheme = sysconfig.get_default_scheme()
     # As Triton: Debian's own scheme has a folder that nothing installs headers to.
     header = Path(sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"], "Python.h")
-    found = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    missing = {"a C compiler (gcc, clang or CC)": found, f"{header} (python3-dev)": header.is_file()}
-    return [f"Triton needs {name} at run time, and there is none" for name, there in missing.items() if not there]
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    needed = {"a C compiler (gcc, clang or CC)": compiler, f"{header} (python3-dev)": header.is_file()}
+    return [f"Triton needs {name} at run time, and there is none" for name, found in needed.items() if not found]
 
 
 def compiles() -> bool:
-    """True if torch's compiler is at work in this process."""
+    """True if torch's compiler is on in this process."""
     return os.environ.get("TORCHDYNAMO_DISABLE") != "1"
 
 
 def may_fork_ranks() -> bool:
     """True if ranks may be forked from a process that has imported all they need.
 
-    Not with an NVIDIA driver: what a library asks CUDA for while it is imported no child could use.
+    Not with an NVIDIA driver: a child cannot use CUDA after a library has initialised it at its import.
     """
     return not _has_cuda()
 
@@ -255,7 +255,8 @@ def from_slurm(task: Mapping[str, str], allowed: int) -> dict[str, str]:
     """
     needed = ("SLURM_JOB_ID", "SLURM_TASKS_PER_NODE", "SLURM_NODEID")
     nodes = next((task[name] for name in NODE_LISTS if name in task), None)
-    if missing := [*(name for name in needed if name not in task), *([NODE_LISTS[-1]] if nodes is None else [])]:
+    given = {name: task.get(name) for name in needed} | {NODE_LISTS[-1]: nodes}
+    if missing := [name for name, value in given.items() if value is None]:
         raise ValueError(
             f"SLURM_PROCID is set, and {', '.join(missing)} not, which srun sets for its tasks: start with srun, or "
             "unset SLURM_PROCID to start here"
@@ -276,16 +277,15 @@ def from_slurm(task: Mapping[str, str], allowed: int) -> dict[str, str]:
 
 def _interface_of_job() -> str | None:
     host = os.environ.get("MASTER_ADDR", "localhost")
-    is_here = is_on_one_machine() or host == "localhost" or host.startswith("127.")
-    if is_here:
+    if is_on_one_machine() or host == "localhost" or host.startswith("127."):
         return "lo"
-    found = _interface_towards(host)
-    if found is None:  # the first node's own name may lead it to loopback; its way to another node does not
+    interface = _interface_towards(host)
+    if interface is None:  # the first node's name may resolve to loopback on itself, another node's does not
         own = (host, os.environ.get("SLURMD_NODENAME"))
         other = next((node for node in expand_nodes(node_list()) if node not in own), host)
         with suppress(ValueError):  # a name that Slurm alone knows
-            found = _interface_towards(other)
-    return found
+            interface = _interface_towards(other)
+    return interface
 
 
 def cores_of_a_process(num_local: int) -> int:
@@ -327,7 +327,7 @@ def _interface_towards(host: str) -> str | None:
 
 
 def has_tracker_login() -> bool:
-    """True if wandb would start without asking for a key: told not to go online, given one, or logged in by a netrc."""
+    """True if wandb would start without asking for a key: it is offline, or has one in a variable or a netrc file."""
     if os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun") or os.environ.get("WANDB_API_KEY"):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname
@@ -344,7 +344,7 @@ def shown_environment() -> str:
 
 
 def attempt_of_job() -> tuple[str, int] | None:
-    """The job of this process and its attempt, from 1 on; None if nobody starts a job again.
+    """The job of this process and its attempt, from 1 on; None if its launcher restarts no jobs.
 
     The same before and after Place.join, which sets RANK.
     """
@@ -367,15 +367,15 @@ def _slurm_job() -> str | None:
 def outside_of_jobs() -> dict[str, str]:
     """The environment without that of a job that this process belongs to, a shell of salloc or srun, say.
 
-    sbatch would hand it to the new job, and srun there refuses two kinds of memory, or takes counts for wishes.
+    sbatch would pass it to the new job, where srun refuses two kinds of memory limits, or takes counts as requests.
     """
     if "SLURM_JOB_ID" not in os.environ:
         return dict(os.environ)
-    return {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name in OF_A_CLUSTER}
+    return {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name in OF_CLUSTER}
 
 
 def ends_are_noted() -> bool:
-    """True if the job script that started this process notes how an attempt ends, unless Slurm ends it."""
+    """True if the job script that started this process records how an attempt ends, unless Slurm ends it."""
     return ENDS_NOTED in os.environ
 
 
@@ -398,7 +398,7 @@ def user_cache() -> Path:
 def end_with_launcher() -> None:
     """Ends this process when the local job that started it is gone: a killed launcher cannot end its ranks.
 
-    And at once, without a traceback, by Ctrl-C: until watchdog.py heeds it, there is nothing to say.
+    Ctrl-C also ends it, at once and without a traceback, until watchdog.py handles signals.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     launcher = os.environ.get(LAUNCHER_PID)
@@ -408,24 +408,25 @@ def end_with_launcher() -> None:
             os._exit(1)
 
 
-class Used(NamedTuple):
+class ElapsedTime(NamedTuple):
     """Seconds of the clock, and of processors."""
 
     clock_s: float
     processor_s: float
 
 
-def used_since_begin() -> Used:
+def used_since_begin() -> ElapsedTime:
     """Seconds since this process's command began, and processor seconds that it and its local launcher have used."""
     launcher = int(os.environ.get(LAUNCHER_PID, os.getpid()))
     fields = _process_stat(launcher)
-    user, system, began = (int(fields[place]) / os.sysconf("SC_CLK_TCK") for place in (11, 12, 19))
+    # utime, stime, starttime
+    user, system, began = (int(fields[index]) / os.sysconf("SC_CLK_TCK") for index in (11, 12, 19))
     own = 0.0 if launcher == os.getpid() else time.process_time()
-    return Used(time.clock_gettime(time.CLOCK_BOOTTIME) - began, user + system + own)
+    return ElapsedTime(time.clock_gettime(time.CLOCK_BOOTTIME) - began, user + system + own)
 
 
-def start_of(process: int) -> str | None:
-    """Start of a process, in ticks since the boot; None for one that is gone, or dead and not yet buried."""
+def process_start(process: int) -> str | None:
+    """Start of a process, in ticks since the boot; None for one that has ended, even if unreaped."""
     with suppress(OSError):
         fields = _process_stat(process)
         return None if fields[0] in "ZX" else fields[19]
@@ -433,7 +434,7 @@ def start_of(process: int) -> str | None:
 
 
 def _process_stat(process: int) -> list[str]:
-    """The kernel's line on a process (proc(5)) after its name, from its state on. OSError for one that is gone."""
+    """Fields of /proc/<process>/stat (proc(5)) from the state on. OSError for one that is gone."""
     return Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()
 
 
@@ -453,7 +454,7 @@ def inside_a_job() -> bool:
 
 
 def is_first_of_its_node() -> bool:
-    """True if this process reports its node's shared findings, or is outside a job."""
+    """True if this process reports for its node, or is outside a job."""
     return _variable("LOCAL_RANK", "SLURM_LOCALID") == 0
 
 
@@ -464,7 +465,7 @@ def _variable(*names: str) -> int:
 
 
 def reads_first() -> bool:
-    """True if no process of this node has read the same before; local ranks begin after their launcher has."""
+    """True if this process is the first of its node to read files: a local launcher reads before its ranks."""
     return is_first_of_its_node() and LAUNCHER_PID not in os.environ
 
 

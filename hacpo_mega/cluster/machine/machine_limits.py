@@ -3,10 +3,10 @@
 `hacpo-mega train` asks before it starts all ranks here: a typo in tp or lanes would start hundreds, and the machine
 would no longer respond. Ranks started by torchrun or srun are not checked. The memory left is the least of that of the
 kernel, of the cgroups around this process and of Slurm.
-`srun --cpu-bind=cores` gives every process processors of its own, spread over the sockets as Slurm likes. The GPUs of a
-node hang at its sockets in groups, so a process may sit across the node from its GPU; here the processes of a node
-share the same processors anew, each near its GPU. Each process computes the same division by itself. This runs
-before any thread starts and imports no torch. Elsewhere: placement of ranks (rank_map.py), how many processors a
+`srun --cpu-bind=cores` gives every process processors of its own, on sockets of Slurm's choice. The GPUs of a node are
+attached to its sockets, so a process may run on another socket than its GPU's; here the processes of a node divide the
+same processors anew, each near its GPU. Each process computes the same division by itself. This runs before any thread
+starts and imports no torch. Elsewhere: placement of ranks (rank_map.py), how many processors a
 process gets (slurm_plan.py).
 """
 
@@ -46,8 +46,8 @@ def require_processes(ranks: RankMap, num_graders: int) -> None:
 
 
 def num_cores(root: Path = Path("/")) -> int:
-    """Cores that this process may use, of a cgroup's quota (docker --cpus, a pod's limit) whole ones, rounded up."""
-    return min([len(os.sched_getaffinity(0)), *_quotas(root)])
+    """Cores that this process may use; a cgroup's quota (docker --cpus, a pod's limit) is rounded up to whole ones."""
+    return min([len(os.sched_getaffinity(0)), *_cgroup_cores(root)])
 
 
 def free_memory_bytes(root: Path = Path("/"), task: Mapping[str, str] = os.environ) -> int:
@@ -63,7 +63,7 @@ def free_memory(root: Path = Path("/"), task: Mapping[str, str] = os.environ) ->
     """
     lines = (root / "proc/meminfo").read_text(encoding="utf-8").splitlines()
     free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    return min([(free, ""), *_left_in_cgroups(root), *_given_by_slurm(task)], key=lambda found: found[0])
+    return min([(free, ""), *_cgroup_memory_left(root), *_slurm_limits(task)], key=lambda found: found[0])
 
 
 def num_memory_kills(root: Path = Path("/")) -> int:
@@ -82,15 +82,15 @@ def _cgroups(root: Path, controller: str) -> list[Path]:
         return []
     paths = {controllers: path for _, controllers, path in (line.split(":", 2) for line in lines)}
     own = [path for controllers, path in paths.items() if controller in controllers.split(",")]
-    # version 1 has a tree of each controller, version 2 one of all, which has no name here
-    top = root / "sys/fs/cgroup" / (controller if own else "")
-    parts = [part for part in (*own, paths.get("", "/"))[0].split("/") if part not in ("", "..")]
+    # cgroup v1 has a tree for each controller, v2 one for all, without a name here
+    top, path = root / "sys/fs/cgroup" / (controller if own else ""), own[0] if own else paths.get("", "/")
+    parts = [part for part in path.split("/") if part not in ("", "..")]
     folders = [top.joinpath(*parts[:number]) for number in range(len(parts), -1, -1)]
     # A container may show its own cgroup as the top, and name it by its path outside.
     return [folder for folder in folders if folder.is_dir()]
 
 
-def _left_in_cgroups(root: Path) -> Iterator[tuple[int, str]]:
+def _cgroup_memory_left(root: Path) -> Iterator[tuple[int, str]]:
     """Memory left in each cgroup of this process; unused file pages can be dropped."""
     versions = (
         ("memory.max", "memory.current", "inactive_file"),
@@ -105,23 +105,23 @@ def _left_in_cgroups(root: Path) -> Iterator[tuple[int, str]]:
                 yield max(0, allowed - max(0, in_use - dropped)), f"limit of {folder / limit}"
 
 
-def _quotas(root: Path) -> Iterator[int]:
+def _cgroup_cores(root: Path) -> Iterator[int]:
     """Cores that each cgroup of this process may keep busy; none where it may use all."""
     for folder in _cgroups(root, "cpu"):
-        old = (_read(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
-        quota, _, period = (_read(folder / "cpu.max") or " ".join(old)).partition(" ")
+        of_v1 = (_read(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+        quota, _, period = (_read(folder / "cpu.max") or " ".join(of_v1)).partition(" ")
         if quota.isdigit() and period.isdigit() and int(period):  # not "max", nor -1
             yield max(1, -(-int(quota) // int(period)))
 
 
-def _given_by_slurm(task: Mapping[str, str]) -> Iterator[tuple[int, str]]:
+def _slurm_limits(task: Mapping[str, str]) -> Iterator[tuple[int, str]]:
     """The job's memory on this node; a shell that only allocated nodes has the variables, too, but no task."""
     if "SLURM_PROCID" not in task:
         return
-    for name, times in (("NODE", None), ("CPU", "SLURM_CPUS_ON_NODE"), ("GPU", "SLURM_GPUS_ON_NODE")):
-        number, each = task.get(f"SLURM_MEM_PER_{name}", ""), "1" if times is None else task.get(times, "")
-        if number.isdigit() and each.isdigit() and int(number) * int(each):  # 0: all memory of the node
-            yield int(number) * int(each) << 20, f"SLURM_MEM_PER_{name}"
+    for name, counter in (("NODE", None), ("CPU", "SLURM_CPUS_ON_NODE"), ("GPU", "SLURM_GPUS_ON_NODE")):
+        each, count = task.get(f"SLURM_MEM_PER_{name}", ""), "1" if counter is None else task.get(counter, "")
+        if each.isdigit() and count.isdigit() and int(each) * int(count):  # 0: all memory of the node
+            yield int(each) * int(count) << 20, f"SLURM_MEM_PER_{name}"
 
 
 def _counts(path: Path) -> dict[str, int]:
@@ -133,7 +133,7 @@ def _counts(path: Path) -> dict[str, int]:
 def num_threads(task: Mapping[str, str], num_local: int, allowed: int) -> int:
     """Number of threads for one of `num_local` processes; this one may use `allowed` processors.
 
-    Where nothing binds it, it sees those of all processes of its node.
+    Without a binding `allowed` counts those of all processes of the node.
     """
     if own := number_of("SLURM_CPUS_PER_TASK", task.get("SLURM_CPUS_PER_TASK", "0")):
         return max(1, min(own, allowed))
@@ -142,9 +142,9 @@ def num_threads(task: Mapping[str, str], num_local: int, allowed: int) -> int:
 
 
 def stay_near_gpu(task: Mapping[str, str], root: Path = Path("/")) -> None:
-    """Moves this process to the processors near its GPU, where that costs no process of the node any.
+    """Moves this process to processors near its GPU, where every process of the node keeps as many as it has.
 
-    `root` holds the kernel's /sys and /proc. Silent where something is not known: Slurm's own binding stays.
+    `root` holds the kernel's /sys and /proc. Slurm's own binding stays where something is unknown.
     """
     if "SLURM_LOCALID" not in task:
         return
@@ -153,7 +153,7 @@ def stay_near_gpu(task: Mapping[str, str], root: Path = Path("/")) -> None:
     buses = _gpu_buses(task, root)
     if not local_rank < len(masks) <= len(buses):
         return
-    homes = [_near(bus, root) for bus in buses[: len(masks)]]
+    homes = [_near_gpu(bus, root) for bus in buses[: len(masks)]]
     shares = near_shares(masks, homes, lambda processor: _core(processor, root))
     if shares is not None:
         os.sched_setaffinity(0, shares[local_rank])
@@ -188,8 +188,8 @@ def _gpu_buses(task: Mapping[str, str], root: Path) -> list[str]:
     return [every[int(number)] for number in numbers]
 
 
-def _near(bus: str, root: Path) -> set[int]:
-    """The processors of a GPU's socket; none where the kernel knows of no such."""
+def _near_gpu(bus: str, root: Path) -> set[int]:
+    """The processors of a GPU's socket; empty where the kernel does not know it."""
     node = _read(root / "sys/bus/pci/devices" / bus.lower() / "numa_node")
     return set() if node.startswith("-") else listed(_read(root / f"sys/devices/system/node/node{node}/cpulist"))
 

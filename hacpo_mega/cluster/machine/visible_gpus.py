@@ -28,40 +28,40 @@ class Gpu:
 
 
 def visible_gpus(visible: str | None) -> tuple[list[Gpu], list[str]]:
-    """The devices that `visible` (CUDA_VISIBLE_DEVICES) leaves, all if it is None, and its problems.
+    """The devices that `visible` (CUDA_VISIBLE_DEVICES) names, all if it is None, and their problems.
 
-    Without NVIDIA's tool there are none.
+    Both are empty without nvidia-smi.
     """
-    output = _ask(f"--query-gpu={GPU_QUERY}", "--format=csv,noheader,nounits")
+    output = _nvidia_smi(f"--query-gpu={GPU_QUERY}", "--format=csv,noheader,nounits")
     if isinstance(output, str):
         return [], [output] if output else []
     cards = [[cell.strip() for cell in line.split(",")] for line in output]
     if visible is None:
-        gpus = [_card(card) for card in cards]
+        gpus = [_gpu_of_row(card) for card in cards]
     else:
         names = [name.strip() for name in visible.split(",") if name.strip()]
         slices = list(_slices()) if any(name.startswith("MIG-") for name in names) else []
-        named = {name: _named(name, cards, slices) for name in names}
+        named = {name: _find_device(name, cards, slices) for name in names}
         gpus = [gpu for gpu in named.values() if gpu is not None]
-        if strange := [name for name, gpu in named.items() if gpu is None]:
-            return gpus, [f"CUDA_VISIBLE_DEVICES names {', '.join(strange)}, which nvidia-smi does not list"]
+        if unknown := [name for name, gpu in named.items() if gpu is None]:
+            return gpus, [f"CUDA_VISIBLE_DEVICES names {', '.join(unknown)}, which nvidia-smi does not list"]
     return gpus, [gpu.problem for gpu in gpus if gpu.problem]
 
 
-def _named(name: str, cards: Sequence[Sequence[str]], slices: Sequence[tuple[str, str, str]]) -> Gpu | None:
+def _find_device(name: str, cards: Sequence[Sequence[str]], slices: Sequence[tuple[str, str, str]]) -> Gpu | None:
     """The device of one entry of CUDA_VISIBLE_DEVICES; None if there is none."""
     if name.startswith("MIG-"):
         for uuid, profile, card in slices:
             # Older drivers name a slice by its card: MIG-GPU-<uuid>/instance/instance.
             if uuid == name or uuid.removeprefix("MIG-").startswith(name.removeprefix("MIG-")):
-                _, _, kind, _, _, driver, *clocks = next(row for row in cards if row[1] == card)
-                return Gpu(f"{kind} MIG {profile}", driver, " / ".join(clocks))
+                _, _, model, _, _, driver, *clocks = next(row for row in cards if row[1] == card)
+                return Gpu(f"{model} MIG {profile}", driver, " / ".join(clocks))
         return None
     found = [card for card in cards if card[0] == name or (name.startswith("GPU-") and card[1].startswith(name))]
-    return _card(found[0]) if found else None
+    return _gpu_of_row(found[0]) if found else None
 
 
-def _card(card: Sequence[str]) -> Gpu:
+def _gpu_of_row(card: Sequence[str]) -> Gpu:
     index, _, name, total, used, driver, *clocks = card
     problem = ""
     with suppress(ValueError):  # "[N/A]" where a device does not tell
@@ -73,7 +73,7 @@ def _card(card: Sequence[str]) -> Gpu:
 def _slices() -> Iterator[tuple[str, str, str]]:
     """(UUID, profile, its card's UUID) of every slice."""
     card = ""
-    output = _ask("-L")
+    output = _nvidia_smi("-L")
     for line in output if isinstance(output, list) else ():
         if found := CARD.match(line):
             card = found["uuid"]
@@ -81,7 +81,7 @@ def _slices() -> Iterator[tuple[str, str, str]]:
             yield found["uuid"], found["profile"], card
 
 
-def _ask(*options: str) -> list[str] | str:
+def _nvidia_smi(*options: str) -> list[str] | str:
     """The lines that nvidia-smi prints; or its error, "" if there is no nvidia-smi."""
     try:
         done = subprocess.run(["nvidia-smi", *options], capture_output=True, text=True, timeout=ANSWER_S)

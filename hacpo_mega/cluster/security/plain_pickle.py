@@ -1,9 +1,9 @@
 """Pickled bytes read as plain values: nothing that they name is imported, called, constructed or changed.
 
 torch pickles the index of a checkpoint, and what torch's, Megatron's and vLLM's object collectives say to peers. Python
-reads a pickle by calling whatever it names, with whatever arguments. Here it is put together from numbers, texts,
-bytes, lists, tuples and dictionaries; what it would have called becomes a `Record` of the name, the arguments and the
-state, if the caller has listed that name. The reader of a Record decides its meaning, key by key.
+reads a pickle by calling whatever it names, with whatever arguments. Here a value is made of numbers, texts, bytes,
+lists, tuples and dictionaries alone; a call in it becomes a `Record` of the name, the arguments and the state, if the
+caller has listed that name. The reader of a Record decides its meaning, key by key.
 
 A list of harmless classes given to Python's own unpickler would not do: a pickle can set attributes of classes, too.
 So of its opcodes only those are left that make plain values; those that act on a value look at its type first.
@@ -23,7 +23,7 @@ Names = frozenset[Name]
 NO_NAMES: Names = frozenset()
 BROKEN = (pickle.UnpicklingError, struct.error, EOFError)
 KEYS = (str, int, float, bytes)
-# Opcodes for which Python's own steps do: they push, gather and remember.
+# Opcodes that Python's own steps handle: they push plain values, collect and memoise them.
 PLAIN = (
     *("PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET"),
     *("NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT"),
@@ -67,23 +67,23 @@ def read_plain(data: bytes, names: Names = NO_NAMES, meaning: Callable[[Record],
 
 
 class _Reader(pickle._Unpickler):
-    """Python's unpickling machine, less everything that reaches outside it."""
+    """Python's unpickler without the opcodes that reach outside of it."""
 
     def __init__(self, data: bytes, names: Names, meaning: Callable[[Record], Any]) -> None:
         super().__init__(io.BytesIO(data))
         self.names, self.meaning = names, meaning
 
     def find_class(self, module: str, name: str) -> Record:
-        """A record of the class or function, which is not looked for."""
+        """A record of the class or function, which is not imported."""
         if (module, name) not in self.names:
             raise ValueError(f"it names {module[:80]}.{name[:80]}".encode("unicode_escape").decode())
         return Record((module, name), is_made=False)
 
     def make(self) -> None:
-        arguments, what = self.stack.pop(), self.stack.pop()
-        if type(what) is not Record or what.is_made or type(arguments) is not tuple:
+        arguments, called = self.stack.pop(), self.stack.pop()
+        if type(called) is not Record or called.is_made or type(arguments) is not tuple:
             raise ValueError("it calls what is no class")
-        self.append(self.meaning(Record(what.name, arguments)))
+        self.append(self.meaning(Record(called.name, arguments)))
 
     def build(self) -> None:
         state = self.stack.pop()

@@ -1,6 +1,6 @@
 """Folders that nobody else on the machine can enter: a job's, removed with it, and the user's, which stays.
 
-A job's has the file by which its processes find each other, where a launcher of ours started them on one machine, and
+A job's folder has the store file by which its processes meet, where a launcher of ours started them on one machine, and
 the sockets of engines that span processes. No torch.
 """
 
@@ -28,20 +28,20 @@ def job_folder() -> Iterator[Path]:
     Removes folders that killed launchers have left. A lock tells whether a launcher lives: it ends with its process,
     also in another container of the same machine, where the process has another number.
     """
-    folder = _make()
-    _remove_left(folder.parent)
+    folder = _make_temporary()
+    _remove_leftovers(folder.parent)
     owner = (folder / f".{OWNER}").open("x")
     try:
-        with suppress(OSError):  # a file system without locks: then leftovers stay
+        with suppress(OSError):  # a file system without locks: leftovers stay there
             fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            (folder / f".{OWNER}").rename(folder / OWNER)  # nobody sees it before it is locked
+            (folder / f".{OWNER}").rename(folder / OWNER)  # locked before others see it by its name
         yield folder
     finally:
         owner.close()
         shutil.rmtree(folder, ignore_errors=True)  # a socket of a killed process may go at the same moment
 
 
-def _remove_left(parent: Path) -> None:
+def _remove_leftovers(parent: Path) -> None:
     """Removes the folders of this user's jobs without a living launcher. One without OWNER may be about to get it."""
     for folder in parent.glob(f"{PREFIX}*"):
         with suppress(OSError):  # another's, in use, or gone meanwhile
@@ -60,14 +60,14 @@ class SocketFolder:
         if FOLDER in os.environ:
             os.environ.setdefault(SOCKETS, os.environ[FOLDER])
         elif SOCKETS not in os.environ:
-            self._own = _make()
+            self._own = _make_temporary()
             os.environ[SOCKETS] = str(self._own)
 
     def remove(self) -> None:
         """Removes all that is this process's own."""
         if self._own is not None:
             os.environ.pop(SOCKETS, None)
-            shutil.rmtree(self._own, ignore_errors=True)  # it may be done already
+            shutil.rmtree(self._own, ignore_errors=True)  # it may be gone already
 
 
 def own_folder() -> Path:
@@ -75,16 +75,16 @@ def own_folder() -> Path:
 
     Another user can take a name under TMPDIR, but none in a home. ValueError where both fail.
     """
-    return _first_of(_home_cache(), _shared())
+    return _first_usable(_home_cache(), _in_tmpdir())
 
 
 def folder_on_node() -> Path:
-    """The same on this node's disk: under TMPDIR, or in the home, by the node's name, where another has that name."""
+    """A folder of the user's on this node's disk, under TMPDIR; in the home where another user has that name."""
     home = _home_cache()
-    return _first_of(_shared(), None if home is None else home / socket.gethostname())
+    return _first_usable(_in_tmpdir(), None if home is None else home / socket.gethostname())
 
 
-def _shared() -> Path:
+def _in_tmpdir() -> Path:
     return Path(tempfile.gettempdir()) / f"hacpo_mega-{os.getuid()}"
 
 
@@ -95,23 +95,23 @@ def _home_cache() -> Path | None:
         return None
 
 
-def _first_of(*folders: Path | None) -> Path:
-    """The first folder that exists, or can be made, and that this user may write and nobody else owns or may write."""
+def _first_usable(*folders: Path | None) -> Path:
+    """The first folder that exists or can be made, is this user's and writable, and that nobody else may write."""
     for folder in filter(None, folders):
         with suppress(OSError):
             folder.parent.mkdir(parents=True, exist_ok=True)
             with suppress(FileExistsError):
                 folder.mkdir(mode=0o700)
-            found = folder.lstat()
-            is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
-            # a container may have a home that is there, and read only
-            if is_own and not stat.S_IMODE(found.st_mode) & 0o022 and os.access(folder, os.W_OK):
+            status = folder.lstat()
+            is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+            # a container's home may be read only
+            if is_own and not stat.S_IMODE(status.st_mode) & 0o022 and os.access(folder, os.W_OK):
                 return folder
     named = " nor ".join(str(folder) for folder in folders if folder is not None)
     raise ValueError(f"neither {named} is a folder of yours, or can be made one: set TMPDIR to a folder of yours")
 
 
-def _make() -> Path:
+def _make_temporary() -> Path:
     for parent in (tempfile.gettempdir(), "/tmp"):
         folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
         if len(os.fsencode(folder)) <= LONGEST:

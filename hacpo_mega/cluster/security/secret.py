@@ -1,8 +1,8 @@
 """The secret of a job, and the handshake by which two of its processes prove that they know it.
 
-    host -> caller     32 random bytes, as soon as the connection stands
+    host -> caller     32 random bytes, as soon as they are connected
     caller -> host     32 random bytes, and HMAC-SHA256 over both with the secret
-    host -> caller     the same in the other role
+    host -> caller     HMAC-SHA256 over both, signed as host
 
 All lengths are fixed, so nothing that an unauthenticated peer sends is parsed. The `purpose` and the role are part of
 what is signed, so no answer serves elsewhere, and the random bytes make every answer serve once. The connection itself
@@ -34,8 +34,9 @@ SECRET = "HACPO_MEGA_SECRET"  # 32 random bytes as hexadecimal digits; the launc
 NUM_BYTES = 32  # of the secret, of a challenge and of a proof
 EXPORT = f"export {SECRET}=$(head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \\n')"
 SECRET_FILE = "HACPO_MEGA_SECRET_FILE"  # of the process that made it
-SHARED_S, NOTICE_S, POLL_S = 300.0, 15.0, 0.5  # how long rank 0's file is waited for, in silence, and between two looks
-MAX_CALLERS = 256  # who have connected and not shown anything yet; then the one that has been silent longest goes
+# Seconds: the longest wait for rank 0's file, the wait before the first notice, and the time between two checks.
+SHARED_S, NOTICE_S, POLL_S = 300.0, 15.0, 0.5
+MAX_CALLERS = 256  # connected and not yet authenticated; one more disconnects the oldest of them
 
 
 class AuthError(OSError):
@@ -48,38 +49,38 @@ class WrongSecret(AuthError):
 
 @dataclass(frozen=True)
 class Secret:
-    """The bytes; never shown."""
+    """A job's secret; its bytes are never printed."""
 
     key: bytes = field(repr=False)
 
     @classmethod
     def of_job(cls, env: LauncherEnv) -> Self:
-        """The secret that the launcher has given to all processes; on one machine also that of a file of the user's.
+        """The secret that the launcher has given to all processes, else on one machine that of a file of the user's.
 
         ValueError where processes on several machines were given none, or something else.
         """
         if value := os.environ.get(SECRET):
-            return cls(_decoded(value))
+            return cls(_decode(value))
         if env.num_local < env.world_size:
             raise ValueError(
                 f"{SECRET} is not set, and the processes of this job are on several machines: say `{EXPORT}` once, "
                 "before srun (torchrun: the same value on every node)"
             )
-        return cls(_of_this_machine() if env.world_size > 1 else os.urandom(NUM_BYTES))
+        return cls(_machine_secret() if env.world_size > 1 else os.urandom(NUM_BYTES))
 
     def proof(self, role: str, purpose: str, challenges: bytes) -> bytes:
-        """Proves that the holder of these random bytes knows the secret."""
+        """The signature of the two challenges by one who knows the secret."""
         text = "\n".join(("hacpo_mega", role, purpose, ""))
         return hmac.digest(self.key, text.encode() + challenges, "sha256")
 
 
 def new_secret() -> str:
-    """A value for the environment of a job's processes."""
+    """A secret as text, for the environment of a job's processes."""
     return os.urandom(NUM_BYTES).hex()
 
 
 def forget_secret() -> None:
-    """Keeps it from the processes that this one starts later: graders, for one. All ranks of the job know it by now."""
+    """Hides the secret from processes that this one starts later, such as graders. All ranks know it by now."""
     os.environ.pop(SECRET, None)
     if path := os.environ.pop(SECRET_FILE, None):
         with suppress(OSError):  # it may have gone with its folder
@@ -108,7 +109,7 @@ def share_secret(run_dir: Path, patience_s: float) -> None:
         except OSError as error:
             raise ValueError(f"{path}, by which the nodes of this job agree: {error.strerror}; {advice}") from error
         os.environ[SECRET_FILE] = str(path)
-        atexit.register(forget_secret)  # of a process that ends before the others have come
+        atexit.register(forget_secret)  # where this process ends before the others have come
     else:
         secret = _await_private(path, min(patience_s, SHARED_S), advice)
     os.environ[SECRET] = secret
@@ -137,14 +138,14 @@ def key_in_file(name: str) -> Iterator[tuple[str, Path]]:
 
 def _await_private(path: Path, patience_s: float, advice: str) -> str:
     """The text of a file that this user has made and nobody else may read. ValueError if none appears in time."""
-    begin, is_silent = time.monotonic(), True
+    begin, has_notified = time.monotonic(), False
     while True:
         with suppress(OSError):
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             with open(descriptor, encoding="ascii", errors="replace") as file:
-                found = os.fstat(descriptor)
-                is_mine = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
-                if is_mine and not stat.S_IMODE(found.st_mode) & 0o077:
+                status = os.fstat(descriptor)
+                is_mine = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+                if is_mine and not stat.S_IMODE(status.st_mode) & 0o077:
                     return file.read()
         waited_s = time.monotonic() - begin
         if waited_s > patience_s:
@@ -152,33 +153,32 @@ def _await_private(path: Path, patience_s: float, advice: str) -> str:
                 f"{SECRET} is not set, and rank 0 has made no {path} of this user's for {patience_s:.0f} s: {advice}, "
                 "or give a run_dir that all nodes see"
             )
-        if is_silent and waited_s > NOTICE_S:
+        if not has_notified and waited_s > NOTICE_S:
             say(f"waiting for rank 0, which makes {path}", file=sys.stderr)
-            is_silent = False
+            has_notified = True
         time.sleep(POLL_S)
 
 
-def _decoded(value: str) -> bytes:
+def _decode(value: str) -> bytes:
     with suppress(ValueError):
         if len(key := bytes.fromhex(value)) >= NUM_BYTES:
             return key
     raise ValueError(f"{SECRET} must be at least {2 * NUM_BYTES} hexadecimal digits (found {len(value)} characters)")
 
 
-def _of_this_machine() -> bytes:
+def _machine_secret() -> bytes:
     """The secret of all jobs that this user starts by hand on this machine; the first process makes it."""
     path = own_folder() / f"secret-{socket.gethostname()}"  # homes are shared by machines
     if not path.exists():
         with suppress(FileExistsError), _private_draft(path, new_secret()) as draft:
             os.link(draft, path)  # whole or not at all; the first one stays
-    return _decoded(path.read_text(encoding="ascii"))
+    return _decode(path.read_text(encoding="ascii"))
 
 
 class AuthListener:
-    """A listening socket that accepts peers that know the secret. Peers authenticate side by side, so none holds up
-    another.
+    """A listening socket that accepts peers that know the secret. They authenticate concurrently: none delays another.
 
-    turned_away   is told once per address that it has shown another secret
+    on_wrong_secret   called with the address of a peer that has another secret, once per address
     """
 
     def __init__(
@@ -186,10 +186,10 @@ class AuthListener:
         server: socket.socket,
         secret: Secret,
         purpose: str,
-        turned_away: Callable[[str], object] = lambda address: None,
+        on_wrong_secret: Callable[[str], object] = lambda address: None,
     ) -> None:
         self._server, self._secret, self._purpose = server, secret, purpose
-        self._turned_away, self._known = turned_away, set[str]()
+        self._on_wrong_secret, self._reported = on_wrong_secret, set[str]()
         self._callers: dict[socket.socket, bytearray] = {}  # bytes sent to each and received from each, in order
         server.setblocking(False)
         self._selector = selectors.DefaultSelector()
@@ -201,13 +201,13 @@ class AuthListener:
         while end is None or time.monotonic() < end:
             for key, _ in self._selector.select(None if end is None else max(0.0, end - time.monotonic())):
                 if key.fileobj is self._server:
-                    self._greet()
-                elif admitted := self._hear(key.fileobj):
+                    self._accept()
+                elif admitted := self._receive(key.fileobj):
                     return admitted
         raise TimeoutError(f"no process with the job's secret has connected within {timeout_s:.0f} s")
 
     def expect(self, timeout_s: float) -> Future[socket.socket]:
-        """The same in a thread of its own; the socket is closed when a peer has been accepted, or the time is up."""
+        """Admits one connection in a thread, which then closes the listening socket, as when the time is up."""
         admitted: Future[socket.socket] = Future()
 
         def admit() -> None:
@@ -218,51 +218,52 @@ class AuthListener:
             finally:
                 self.close()
 
-        threading.Thread(target=admit, name="gate", daemon=True).start()
+        threading.Thread(target=admit, name="auth", daemon=True).start()
         return admitted
 
     def close(self) -> None:
         """Disconnects peers that are not authenticated, and closes the socket."""
         for caller in list(self._callers):
-            self._dismiss(caller)
+            self._disconnect(caller)
         self._selector.close()
         self._server.close()
 
-    def _greet(self) -> None:
-        with suppress(OSError):  # it may have hung up again
+    def _accept(self) -> None:
+        with suppress(OSError):  # the caller may have disconnected already
             caller, _ = self._server.accept()
             caller.setblocking(False)
             self._callers[caller] = bytearray(os.urandom(NUM_BYTES))
             self._selector.register(caller, selectors.EVENT_READ)
             if len(self._callers) > MAX_CALLERS:
-                self._dismiss(next(iter(self._callers)))
-            _speak(caller, self._callers[caller])
+                self._disconnect(next(iter(self._callers)))
+            _send(caller, self._callers[caller])
 
-    def _hear(self, caller: socket.socket) -> socket.socket | None:
-        heard = self._callers.get(caller)
-        if heard is None:  # dismissed a moment ago
+    def _receive(self, caller: socket.socket) -> socket.socket | None:
+        """The caller, if what it has sent so far proves the secret; None where more must come, or it was refused."""
+        received = self._callers.get(caller)
+        if received is None:  # disconnected a moment ago
             return None
         with suppress(OSError):
-            more = caller.recv(3 * NUM_BYTES - len(heard))
-            heard += more
-            if more and len(heard) < 3 * NUM_BYTES:
+            more = caller.recv(3 * NUM_BYTES - len(received))
+            received += more
+            if more and len(received) < 3 * NUM_BYTES:
                 return None
-            challenges, shown = bytes(heard[: 2 * NUM_BYTES]), bytes(heard[2 * NUM_BYTES :])
-            if hmac.compare_digest(shown, self._secret.proof("caller", self._purpose, challenges)):
-                _speak(caller, self._secret.proof("host", self._purpose, challenges))
+            challenges, proof = bytes(received[: 2 * NUM_BYTES]), bytes(received[2 * NUM_BYTES :])
+            if hmac.compare_digest(proof, self._secret.proof("caller", self._purpose, challenges)):
+                _send(caller, self._secret.proof("host", self._purpose, challenges))
                 self._selector.unregister(caller)
                 del self._callers[caller]
                 caller.setblocking(True)
                 return caller
-            if len(heard) == 3 * NUM_BYTES and len(self._known) < MAX_CALLERS:
+            if len(received) == 3 * NUM_BYTES and len(self._reported) < MAX_CALLERS:
                 address = caller.getpeername()[0]
-                if address not in self._known:
-                    self._known.add(address)
-                    self._turned_away(address)
-        self._dismiss(caller)
+                if address not in self._reported:
+                    self._reported.add(address)
+                    self._on_wrong_secret(address)
+        self._disconnect(caller)
         return None
 
-    def _dismiss(self, caller: socket.socket) -> None:
+    def _disconnect(self, caller: socket.socket) -> None:
         del self._callers[caller]
         self._selector.unregister(caller)
         caller.close()
@@ -273,29 +274,28 @@ def authenticate(connection: socket.socket, secret: Secret, purpose: str, timeou
     end = time.monotonic() + timeout_s
     challenges = _read(connection, NUM_BYTES, end) + os.urandom(NUM_BYTES)
     connection.sendall(challenges[NUM_BYTES:] + secret.proof("caller", purpose, challenges))
-    shown = _read(connection, NUM_BYTES, end, WrongSecret)
-    if not hmac.compare_digest(shown, secret.proof("host", purpose, challenges)):
+    proof = _read(connection, NUM_BYTES, end, WrongSecret)
+    if not hmac.compare_digest(proof, secret.proof("host", purpose, challenges)):
         raise AuthError("the listener there does not know this job's secret")
     connection.settimeout(None)
 
 
-def _speak(connection: socket.socket, text: bytes) -> None:
+def _send(connection: socket.socket, text: bytes) -> None:
     """Sends a few bytes on a fresh connection, whose buffer is empty."""
     if connection.send(text) < len(text):
         raise AuthError("it does not take 32 bytes")
 
 
-def _read(connection: socket.socket, num_bytes: int, end: float, hung_up: type[AuthError] = AuthError) -> bytes:
-    """Reads exactly so many bytes before the time `end`. AuthError if they do not come, `hung_up` at the end of the
-    stream."""
-    heard = b""
-    while len(heard) < num_bytes:
+def _read(connection: socket.socket, num_bytes: int, end: float, closed_error: type[AuthError] = AuthError) -> bytes:
+    """Reads exactly `num_bytes` before the time `end`. AuthError if they do not come, `closed_error` at end-of-file."""
+    received = b""
+    while len(received) < num_bytes:
         connection.settimeout(max(1e-3, end - time.monotonic()))
         try:
-            more = connection.recv(num_bytes - len(heard))
+            more = connection.recv(num_bytes - len(received))
         except TimeoutError:
             raise AuthError("the listener there does not answer like a process of this job") from None
         if not more:
-            raise hung_up("the listener there hangs up: it has another secret, or is no process of this job")
-        heard += more
-    return heard
+            raise closed_error("the listener there hangs up: it has another secret, or is no process of this job")
+        received += more
+    return received

@@ -106,14 +106,14 @@ def table_problems(megatron: Mapping[str, Any], vllm: Mapping[str, Any]) -> Iter
         elif problem := no_effect(key, megatron[key]):
             yield f"megatron.{key}: {problem}"
         elif not (kind := MEGATRON_VALUES.get(key, FLAG)).takes(megatron[key]):
-            yield f"megatron.{key} must be {kind.said}, found {short(megatron[key])}"
+            yield f"megatron.{key} must be {kind.words}, found {short(megatron[key])}"
     free = [key for key in vllm if key not in DECIDED_VLLM]
     names = engine_fields() if free else None
     for key in free:
         if names is not None and key not in names:
             yield f"vllm.{key}: vLLM's EngineArgs has no such field{did_you_mean(key, names - DECIDED_VLLM)}"
         elif key in READ_HERE and not READ_HERE[key].takes(vllm[key]):
-            yield f"vllm.{key} must be {READ_HERE[key].said}, found {short(vllm[key])}"
+            yield f"vllm.{key} must be {READ_HERE[key].words}, found {short(vllm[key])}"
 
 
 def require_accepted(

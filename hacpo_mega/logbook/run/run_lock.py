@@ -29,7 +29,7 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
-from hacpo_mega.cluster.machine.environment import start_of
+from hacpo_mega.cluster.machine.environment import process_start
 from hacpo_mega.config.checks.run_dirs import LOCK
 from hacpo_mega.models.files.visible import say
 
@@ -217,7 +217,7 @@ class _LockFile:
         """
         holder = _process_in(self._content())
         if holder is not None and holder["space"] == _process_scope():
-            if not self._is_locked and start_of(holder["pid"]) == holder["start"]:
+            if not self._is_locked and process_start(holder["pid"]) == holder["start"]:
                 raise self._held()
             return
         if holder is None and self._is_locked:
@@ -277,14 +277,16 @@ def _state(path: Path) -> tuple[int, int, int]:
 def is_gone(content: str) -> bool:
     """True if a `signature` is known to be of a process that has ended; one of another machine may live."""
     holder = _process_in(content)
-    return holder is not None and holder["space"] == _process_scope() and start_of(holder["pid"]) != holder["start"]
+    return (
+        holder is not None and holder["space"] == _process_scope() and process_start(holder["pid"]) != holder["start"]
+    )
 
 
 def signature(token: str) -> str:
     """Content of a lock: a line for people, and one by which its process is known."""
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     process = os.getpid()
-    known = {"token": token, "space": _process_scope(), "pid": process, "start": start_of(process)}
+    known = {"token": token, "space": _process_scope(), "pid": process, "start": process_start(process)}
     return f"process {process} on {socket.gethostname()} since {now}\n{json.dumps(known)}\n"
 
 

@@ -1,10 +1,10 @@
-"""The judge: text and gold in, verdict and reward out. A failure costs whoever caused it, the answer or the judge.
+"""The judge: text and gold in, verdict and reward out. Failures of grading count against the answer or the judge.
 
-An answer on which its grader reaches no end (out of CPU time, out of memory, an error) is wrong and earns 0, or a
-policy could learn such answers as a way out of every group mean. Where the judge is at fault it stays unjudged (reward
-NaN), since a 0 would bias the capability of its agent, and with it omega and every advantage (HACPO, eq. 9). The judge
-is at fault when the gold fails too where it stands as the answer, when no worker can be started, when a grader returns
-what is no reward, and as long as a grader of the user's own has never come to a verdict. `WeightedJudge` gives an
+An answer on which its grader gives no result (out of CPU time, out of memory, an error) is wrong and earns 0, or a
+policy could learn such answers to be left out of every group mean. Where the judge is at fault it stays unjudged
+(reward NaN), since a 0 would bias the capability of its agent, and with it omega and every advantage (HACPO, eq. 9).
+The judge is at fault when the gold as the answer fails too, when no worker can be started, when a grader returns no
+valid reward, and as long as a grader of the user's own has never come to a verdict. `WeightedJudge` gives an
 answer several graders.
 """
 
@@ -33,7 +33,7 @@ from hacpo_grading.workers.guarded_workers import (
     GuardedWorkers,
 )
 
-# Answers that a grader of the user's own is tried on before it is known to work at all.
+# Answers on which a grader of the user's own is tried before the rest.
 NUM_TRIED = 8
 NOT_TRIED = "not tried: the grader failed on all answers before"
 NOT_ENDED = Judgement(Verdict.NO_ANSWER, 0.0)
@@ -48,10 +48,10 @@ Explained = tuple[Judgement, Mapping[str, Any]]
 class JudgeReport:
     """Totals of a judge over its life, or since the last report; cpu_s is of the graders, wall_s of the calls.
 
-    num_distinct   what was left to grade after equal tasks were put together
+    num_distinct   tasks that were graded, equal ones once
     num_timeouts, num_errors   of answers, whether they cost the answer its reward or left it unjudged
-    hidden_s   seconds of judging beside the engine, which nobody waited for
-    errors     since the last report: every distinct text with its number, in order of coming
+    hidden_s   seconds of judging that overlapped sampling
+    errors     since the last report: every distinct text with its number, in order of appearance
     """
 
     num_answers: int = 0
@@ -81,7 +81,7 @@ class Judge(AbstractContextManager["Judge"]):
 
     `kind` is a name of registry.py ("math", "number", "program", ...) or "module:function" / "file.py:function", a
     grader of your own; `options` are its keyword-only arguments. Graders linear in the text run in this process, since
-    a pipe would cost more than they do; everything else in `num_workers` guarded processes, with `start_timeout_s` to
+    a pipe would cost more than they do; all others run in `num_workers` guarded processes, with `start_timeout_s` to
     load and `timeout_s` CPU seconds for each answer. With `require_stop` an answer that did not end by itself has no
     answer. Equal answers to equal prompts are graded once. Rewards lie in `reward_range`, whose ends become 0 and 1;
     from `success` on an answer is correct.
@@ -108,19 +108,18 @@ class Judge(AbstractContextManager["Judge"]):
         self.success = success
         self.require_stop = require_stop
         self.counts = self._reported = JudgeReport()
-        self._kind = find_grader(kind)
+        record = self._record = find_grader(kind)
         self._errors: Counter[str] = Counter()
-        self._has_worked = not self._kind.is_own
+        self._has_worked = not record.is_own
         self._sound: set[Asked] = set()
         self._lock = threading.Lock()
-        self._grader: GraderCall | None = None
+        self._call: GraderCall | None = None
         self._workers: GuardedWorkers | None = None
-        limits_sleep = self._kind.is_own
-        wall_s = functools.partial(self._kind.wall_s, options)
-        spec = GraderSpec(kind, self._kind.function, options, self._kind.explainer, limits_sleep, reward_range, wall_s)
+        wall_s = functools.partial(record.wall_s, options)
+        spec = GraderSpec(kind, record.function, options, record.explainer, record.is_own, reward_range, wall_s)
         try:
-            if self._kind.is_linear:
-                self._grader = GraderCall(spec.name, spec.options, reward_range)
+            if record.is_linear:
+                self._call = GraderCall(spec.name, spec.options, reward_range)
             else:
                 self._workers = GuardedWorkers(spec, num_workers, timeout_s, memory_bytes, start_timeout_s)
         except ValueError as error:
@@ -129,7 +128,7 @@ class Judge(AbstractContextManager["Judge"]):
 
     @classmethod
     def _after_fork(cls) -> None:
-        """Takes nothing of the parent's into a new child: a thread that no child has may hold its lock."""
+        """Drops the parent's lock and workers in a new child: the lock may be held by a thread that the child lacks."""
         for judge in cls._all:
             judge._lock = threading.Lock()
             if judge._workers is not None:
@@ -154,12 +153,12 @@ class Judge(AbstractContextManager["Judge"]):
     @property
     def signature(self) -> Signature:
         """The form in which its grader is called."""
-        return self._grader.signature if self._workers is None else self._workers.signature
+        return self._call.signature if self._workers is None else self._workers.signature
 
     @property
     def how_called(self) -> tuple[str, ...]:
         """The line that a start prints for a grader of the user's own: its function, and how it is called."""
-        return (f"the grader {self.kind} is called {self.signature}",) if self._kind.is_own else ()
+        return (f"the grader {self.kind} is called {self.signature}",) if self._record.is_own else ()
 
     def require_fields(self, rows: Iterable[str]) -> None:
         """ValueError where a data row (JSON text) lacks a field that the grader cannot do without."""
@@ -198,21 +197,20 @@ class Judge(AbstractContextManager["Judge"]):
             outcomes = dict(zip(distinct, self._outcomes(distinct)))
             failed = [task for task, outcome in outcomes.items() if outcome.is_failure and not outcome.is_misuse]
             sound = self._sound_among(failed) if failed else set()
-            judged = [
-                (NOT_ENDED, {"rule": "the answer did not end by itself"} if one.is_explained else {})
-                if task is None
-                else (
-                    judgement_of(outcomes[task], self._gold_task(task) in sound, self.success),
-                    outcomes[task].explanation or {},
-                )
-                for one, task in zip(asked, tasks, strict=True)
-            ]
+            judged = []
+            for one, task in zip(asked, tasks, strict=True):
+                if task is None:
+                    how = {"rule": "the answer did not end by itself"} if one.is_explained else {}
+                    judged.append((NOT_ENDED, how))
+                else:
+                    outcome, is_gold_sound = outcomes[task], self._gold_task(task) in sound
+                    judged.append((judgement_of(outcome, is_gold_sound, self.success), outcome.explanation or {}))
             self._errors.update(outcomes[task].error for task in tasks if task is not None and outcomes[task].error)
             self._count([judgement for judgement, _ in judged], outcomes.values(), time.monotonic() - start)
         return judged
 
     def _task(self, asked: Asked, group: Sequence[str]) -> Asked:
-        """A question with no more than its grader asks for, so that questions that it cannot tell apart are equal."""
+        """The task with only what its grader asks for, so that tasks that the grader cannot tell apart are equal."""
         wants = self.signature.wants
         return replace(
             asked,
@@ -239,29 +237,29 @@ class Judge(AbstractContextManager["Judge"]):
 
     def _in_process(self, task: Asked) -> Outcome:
         start = time.process_time()
-        (outcome,) = self._grader.grade([task])
+        (outcome,) = self._call.grade([task])
         if task.is_explained:
-            how = explain(self._grader.grader, self._kind.explainer, self.kind, task)
+            how = explain(self._call.grader, self._record.explainer, self.kind, task)
             outcome = replace(outcome, explanation=how)
         return replace(outcome, cpu_s=time.process_time() - start)
 
     def _sound_among(self, failed: Sequence[Asked]) -> set[Asked]:
-        """The gold tasks of failed ones that come to a verdict.
+        """The gold tasks of the failed ones on which the grader gives a result: there the answer is at fault.
 
-        Then the answer is to blame. A kind of this house is asked once per gold; the user's grader at every call, since
-        what it depends on may have broken down after it worked.
+        A built-in grader is asked once per gold. The user's grader is asked at every call, since something that it
+        depends on may fail after it worked.
         """
         if not self._has_worked:
             return set()
-        if self._kind.is_own:
+        if self._record.is_own:
             self._sound.clear()
         unknown = [task for task in dict.fromkeys(map(self._gold_task, failed)) if task not in self._sound]
         self._sound |= {task for task, outcome in zip(unknown, self._run(unknown)) if not outcome.is_failure}
         return self._sound
 
     def _gold_task(self, task: Asked) -> Asked:
-        """The same question with its gold as the answer."""
-        answer = self._kind.gold_as_answer(task.gold)
+        """The same task with its gold as the answer."""
+        answer = self._record.gold_as_answer(task.gold)
         return replace(task, answer=answer, group=(answer,) if task.group else (), is_explained=False)
 
     def _count(self, judgements: Sequence[Judgement], outcomes: Collection[Outcome], seconds: float) -> None:
@@ -384,13 +382,13 @@ class WeightedJudge(AbstractContextManager["WeightedJudge"]):
     def judge(self, asked: Sequence[Asked]) -> list[Judgement]:
         """One judgement per answer, in order."""
         judged = [judge.judge(asked) for judge in self._judges]
-        return [self._together(of_answer) for of_answer in zip(*judged, strict=True)]
+        return [self._combined(of_answer) for of_answer in zip(*judged, strict=True)]
 
     def judge_and_explain(self, asked: Sequence[Asked]) -> list[Explained]:
         """Each judgement with what every part's grader says about it, by the part's name."""
         explained = [judge.judge_and_explain(asked) for judge in self._judges]
         return [
-            (self._together([judgement for judgement, _ in of_answer]), self._by_part(said for _, said in of_answer))
+            (self._combined([judgement for judgement, _ in of_answer]), self._by_part(how for _, how in of_answer))
             for of_answer in zip(*explained, strict=True)
         ]
 
@@ -411,7 +409,7 @@ class WeightedJudge(AbstractContextManager["WeightedJudge"]):
     def _by_part(self, values: Iterable[Any]) -> dict[str, Any]:
         return {part.name: value for part, value in zip(self._parts, values, strict=True)}
 
-    def _together(self, judgements: Sequence[Judgement]) -> Judgement:
+    def _combined(self, judgements: Sequence[Judgement]) -> Judgement:
         parts = []
         for name, judgement in self._by_part(judgements).items():
             parts += [(name, judgement.reward)] if judgement.is_judged else []

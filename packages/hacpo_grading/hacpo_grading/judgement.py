@@ -15,7 +15,7 @@ EXACT_FLOATS = 2.0**53  # below which each whole number is one
 
 
 class Stop(enum.IntEnum):
-    """Why an answer ended: the end-of-sequence token, the length limit, the engine gave up, or it came too late."""
+    """The reason for an answer's end: end-of-sequence token, length limit, aborted by the engine, cut as too late."""
 
     EOS = 0
     LENGTH = 1
@@ -30,9 +30,9 @@ class Asked:
     gold     a number, as a column of them has it, becomes its text
     row      the other fields of the prompt's data row as JSON text; "" for a row without fields
     agent    the author of the answer
-    place    the place of the prompt in a step: answers to one place are a group. None: those to an equal prompt are
+    place    number of the prompt in a step: its answers are a group. None: answers to equal prompts are a group
     group    all answers of the group, which the judge adds for a grader that asks for them
-    is_explained   asks the grader how its verdict comes about
+    is_explained   asks the grader to explain its verdict
     """
 
     prompt: str
@@ -66,10 +66,10 @@ def gold_text(answer: str | numbers.Real) -> str:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of grading an answer: a reward, or None with `error` or `timed_out`; None alone: it has no answer.
+    """The result of grading a text: a reward; None with `error` or `timed_out` for a failure, else without an answer.
 
-    `is_misuse`: the grader returned what is no reward, or no worker could be started; the answer is not the cause.
-    `parts` are other numbers that it returned with the reward.
+    `is_misuse`: the answer is not the cause of the failure: the grader returned no valid reward, or no worker started.
+    `parts` are other numbers that the grader returned with the reward.
     """
 
     reward: float | None
@@ -82,15 +82,15 @@ class Outcome:
 
     @property
     def is_failure(self) -> bool:
-        """Tells whether the grader reached no end."""
+        """Tells whether the grader gave no result."""
         return self.timed_out or self.error is not None
 
 
 class Verdict(enum.IntEnum):
-    """The judge's verdict. CORRECT is a success, as `reward.success` defines one; no reader compares rewards for it.
+    """The judge's verdict. CORRECT is a success by `reward.success`: readers need not compare rewards.
 
-    TIMEOUT and ERROR earn 0 where the answer is their cause, else a policy could learn to cause them; where the judge
-    is, the answer is unjudged and its reward is NaN.
+    TIMEOUT and ERROR earn 0 where the answer is their cause, else a policy could learn to cause them. Where the judge
+    is their cause, the answer is unjudged and its reward is NaN.
     """
 
     CORRECT = 0
@@ -100,7 +100,7 @@ class Verdict(enum.IntEnum):
     ERROR = 4
 
     def allows(self, reward: float) -> bool:
-        """Tells whether a reward can go with this verdict: nothing but 0 or NaN where the grader reached no end."""
+        """Tells whether a reward fits this verdict: only 0 or NaN do where the grader gave no result."""
         if self in (Verdict.TIMEOUT, Verdict.ERROR):
             return math.isnan(reward) or reward == 0.0
         return not math.isnan(reward)

@@ -59,7 +59,7 @@ RULES: dict[str, dict[str, Callable]] = {
     "decimal comma": {GRADER + "read_decimal_comma": lambda text: None},
     "numerals in a base": {GRADER + "read_numeral": lambda text: None},
     "numbers far apart": {GRADER + "are_far_apart": lambda gold, answer, decimals: False},
-    "numbers that are no values": {GRADER + "is_out_of_bounds": lambda gold, answer: False},
+    "numbers that are no values": {GRADER + "adds_nonfinite": lambda gold, answer: False},
     "boxes that stand together": {GRADER + "box_of": lambda text: last_boxed(text) or text},
 }
 

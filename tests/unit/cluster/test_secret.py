@@ -319,7 +319,7 @@ def test_a_user_without_a_home_has_his_folder_where_all_have_theirs(places, monk
 
 def test_both_sides_say_that_their_secrets_differ(listener):
     turned_away = []
-    listener._turned_away = turned_away.append
+    listener._on_wrong_secret = turned_away.append
     for _ in range(2):
         with call(listener) as caller:
             thread = threading.Thread(target=listener_turns, args=(listener,))

@@ -45,7 +45,7 @@ def test_answering_ranks_follow_training_ranks_and_are_counted_apart():
     assert rank == RANKS.world_size == RANKS.num_devices == 16
     for other in range(rank):
         my = RANKS.coordinate(other)
-        assert RANKS.world_of(my) == (trained if my.trains else answered)[my.agent_name]
+        assert RANKS.role_world_size(my) == (trained if my.trains else answered)[my.agent_name]
     assert [str(RANKS.coordinate(leader)) for leader in RANKS.leaders(1)] == [
         "rank 4 (agent wide, lane 1, cell 0, pp 0, tp 0)",
         "rank 12 (agent plain, lane 1, cell 0, pp 0, tp 0)",

@@ -258,7 +258,7 @@ def test_nothing_to_compute(backend):
     [
         (lambda: gated_activation(torch.ones(2, 4), "swish"), "activation is 'swish'; expected one of silu"),
         (lambda: gated_activation(torch.ones(2, 3), "silu"), "gate_up has 3 columns; expected gate and up"),
-        (lambda: rotate_heads(torch.ones(2, 1, 4), torch.ones(3, 8), interleaved=False), "turns has shape .3, 8."),
+        (lambda: rotate_heads(torch.ones(2, 1, 4), torch.ones(3, 8), interleaved=False), "cos_sin has shape .3, 8."),
         (lambda: rotate_heads(torch.ones(2, 1, 4), torch.ones(2, 12), interleaved=False), "12 columns; .* at most 8"),
         (lambda: merge_adapter(torch.ones(2, 3), torch.ones(2, 1), torch.ones(2, 3), 1.0), "expected .N, M., .N, R."),
     ],

@@ -1,4 +1,4 @@
-"""The built-in graders, a kind a file; these four are what a reward function of the user's is composed of."""
+"""The built-in graders, one kind in each file; a reward function of the user's may be composed of these four."""
 
 from hacpo_grading.graders.graders import arithmetic, exact, length_penalised, requiring_format
 

@@ -19,7 +19,7 @@ POWER_OF_A_POWER = re.compile(r"\^(?:\{[^{}]*\}|\w+)\^")
 
 
 def too_large(answer: str, gold: str) -> str | None:
-    """Why a tidy answer is refused against a tidy gold, or None. Linear in the answer."""
+    """The reason to refuse a tidy answer beside a tidy gold, or None. Linear in the answer."""
     answer, gold = answer.replace("**", "^"), gold.replace("**", "^")
     if len(answer) > max(MAX_CHARACTERS, 4 * len(gold)):
         return f"longer than {MAX_CHARACTERS} characters"
@@ -41,8 +41,8 @@ def too_large(answer: str, gold: str) -> str | None:
 def nesting(text: str) -> int:
     """The depth to which the brackets of a text are nested."""
     depth = deepest = 0
-    for sign in text:
-        depth += (sign in "{([") - (sign in "})]")
+    for character in text:
+        depth += (character in "{([") - (character in "})]")
         deepest = max(deepest, depth)
     return deepest
 
@@ -52,25 +52,25 @@ def powers(text: str) -> int:
     is_exponent: list[bool] = []  # of every bracket that is open
     highest = 2 if POWER_OF_A_POWER.search(text) else 0
     previous = ""
-    for sign in text:
-        if sign in "{([":
+    for character in text:
+        if character in "{([":
             is_exponent.append(previous == "^")
             highest = max(highest, sum(is_exponent))
-        elif sign in "})]" and is_exponent:
+        elif character in "})]" and is_exponent:
             is_exponent.pop()
         elif previous == "^":
             highest = max(highest, sum(is_exponent) + 1)
-        previous = sign
+        previous = character
     return highest
 
 
 def _last_equals(text: str) -> int:
-    """Where the right side of the last equation starts that is not inside brackets (as in the bounds of a sum)."""
-    depth = place = 0
-    for here, sign in enumerate(text, start=1):
-        depth += (sign in "{([") - (sign in "})]")
-        place = here if sign == "=" and depth == 0 else place
-    return place
+    """The position behind the last "=" that is not inside brackets (as in the bounds of a sum); 0 without one."""
+    depth = last = 0
+    for end, character in enumerate(text, start=1):
+        depth += (character in "{([") - (character in "})]")
+        last = end if character == "=" and depth == 0 else last
+    return last
 
 
 def _longest_number(text: str) -> int:

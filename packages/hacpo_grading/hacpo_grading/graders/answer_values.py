@@ -2,8 +2,8 @@ r"""The numbers in what math-verify has read: whether they are values at all, an
 
 math-verify calls two things equal when sympy simplifies their difference to 0, and sympy's algebra holds for finite
 numbers only: 5 - 308^{\infty} e becomes 0, and so does any number minus it. Hence it is not asked about an answer
-with a number that is infinite or undefined, wherever it stands, unless gold has such a one, nor about two answers that
-differ in a number. Elsewhere: what is equal (math_grader.py).
+with an infinite or undefined number anywhere, unless gold has such a number too, nor about two answers that differ in a
+number. Elsewhere: what is equal (math_grader.py).
 """
 
 from collections.abc import Iterator
@@ -30,44 +30,44 @@ from sympy.core.relational import Relational
 
 DIGITS = 30
 INFINITE, UNDEFINED = "infinite", "undefined"
-STRANGE = (oo, -oo, zoo, nan, AccumBounds)
+NONFINITE = (oo, -oo, zoo, nan, AccumBounds)
 UNEVALUATED = (ArithmeticError, AttributeError, RuntimeError, TypeError, ValueError)
 COLLECTIONS = (FiniteSet, Tuple, Union)
 
 
-def is_out_of_bounds(gold: Any, answer: Any) -> bool:
+def adds_nonfinite(gold: Any, answer: Any) -> bool:
     """Tells whether an answer has an infinite or undefined number where gold has none, as written or once evaluated.
 
-    An interval or an inequality may be without bound. Where gold has an infinity, an answer may have one in other
-    places, but only a written one: what evaluates to it is undefined to us.
+    An interval or an inequality may be unbounded. Where gold has an infinity, an answer may have one in other places,
+    but only a written one: an expression that evaluates to infinity counts as undefined.
     """
-    return not _strange(answer, is_bound_strange=False) <= _strange(gold, is_bound_strange=True)
+    return not _nonfinite(answer, counts_bounds=False) <= _nonfinite(gold, counts_bounds=True)
 
 
-def _strange(read: Any, is_bound_strange: bool) -> set[str]:
-    """The members of INFINITE and UNDEFINED among the numbers that were read."""
+def _nonfinite(read: Any, counts_bounds: bool) -> set[str]:
+    """INFINITE and UNDEFINED where some of its numbers are; `counts_bounds`: also the bounds of intervals."""
     if isinstance(read, Expr):
-        return _strange_number(read)
+        return _nonfinite_number(read)
     is_bounded = isinstance(read, Interval) or (isinstance(read, Relational) and not isinstance(read, Equality))
     parts = read.flat() if isinstance(read, MatrixBase) else getattr(read, "args", ())
-    parts = [part for part in parts if is_bound_strange or not is_bounded or part not in (oo, -oo)]
-    return set().union(*(_strange(part, is_bound_strange) for part in parts))
+    parts = [part for part in parts if counts_bounds or not is_bounded or part not in (oo, -oo)]
+    return set().union(*(_nonfinite(part, counts_bounds) for part in parts))
 
 
-def _strange_number(number: Expr) -> set[str]:
+def _nonfinite_number(number: Expr) -> set[str]:
     if number in (oo, -oo):
         return {INFINITE}
     if any(map(_has_no_value, preorder_traversal(number))):
         return {UNDEFINED}
     try:
-        return {UNDEFINED} if number.doit().has(*STRANGE) else set()  # x/(x - x) has no value either
+        return {UNDEFINED} if number.doit().has(*NONFINITE) else set()  # x/(x - x) has no value either
     except UNEVALUATED:
         return {UNDEFINED}
 
 
 def _has_no_value(node: Any) -> bool:
-    r"""Tells whether this is infinite or undefined, or a power or function of numbers that is: \log 0, \tan(\pi/2)."""
-    if node in STRANGE or isinstance(node, AccumBounds):
+    r"""Tells whether this, or a power or function of numbers here, is infinite or undefined: \log 0, \tan(\pi/2)."""
+    if node in NONFINITE or isinstance(node, AccumBounds):
         return True
     if not isinstance(node, Pow | Function) or not node.is_number:
         return False
@@ -86,7 +86,7 @@ def value_of(number: Expr) -> Expr:
 
 def is_finite(value: Expr) -> bool:
     """Tells whether a value is neither infinite nor undefined; one that stays unevaluated is taken for finite."""
-    return value.is_finite is not False and not value.has(*STRANGE)
+    return value.is_finite is not False and not value.has(*NONFINITE)
 
 
 def are_far_apart(gold: Any, answer: Any, decimals: int) -> bool:
@@ -96,10 +96,10 @@ def are_far_apart(gold: Any, answer: Any, decimals: int) -> bool:
     or behind "x =". To so many decimals, below 0.1 to as many significant digits.
     """
     sides = [[None if leaf is None else value_of(leaf) for leaf in _leaves(side)] for side in (gold, answer)]
-    return _has_stranger(*sides, decimals) or _has_stranger(*reversed(sides), decimals)
+    return _has_unmatched(*sides, decimals) or _has_unmatched(*reversed(sides), decimals)
 
 
-def _has_stranger(numbers: list[Expr | None], others: list[Expr | None], decimals: int) -> bool:
+def _has_unmatched(numbers: list[Expr | None], others: list[Expr | None], decimals: int) -> bool:
     """Tells whether one of the others is close to none of the numbers; never where one of those cannot be compared."""
     if None in numbers:
         return False
@@ -107,7 +107,7 @@ def _has_stranger(numbers: list[Expr | None], others: list[Expr | None], decimal
 
 
 def _leaves(read: Any) -> Iterator[Expr | None]:
-    """The numbers that stand alone, and None for all that cannot be held against a number."""
+    """The numbers that stand alone, and None for anything that cannot be compared with a number."""
     if isinstance(read, MatrixBase):
         parts = read.flat()
     elif isinstance(read, COLLECTIONS):

@@ -10,7 +10,7 @@ Two letters ("A or B") are no choice: wrong. Text without a letter at these plac
 import re
 from typing import Any
 
-from hacpo_grading.texts.answer_text import after_thinking, boxed_or_all, gold_answer, last_boxed, without_odd_signs
+from hacpo_grading.texts.answer_text import after_thinking, boxed_or_all, gold_answer, last_boxed, unicode_as_latex
 
 WRAPPING = re.compile(r"\\(?:text|mathrm|textbf|mathbf|textrm|textit|mbox)\s*\{([^{}]*)\}")
 SPACES, MARKS = re.compile(r"\\[,;!: ]|~"), re.compile(r'\\left|\\right|\\[()\[\]]|[$*`"“”]')
@@ -24,13 +24,13 @@ IN_BRACKETS = re.compile(r"(?<![\w)])\([a-j]\)(?![\w(])")
 SQUARE = re.compile(r"(?<![\w)\]])(?:\[\[([A-J])\]\]|\[([A-J])\])(?![\w(\[])")
 TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*)</answer>", re.DOTALL)
 # A and I are words too: "the answer is a matrix", "the answer is I think B".
-SAID = re.compile(
+ANSWER_IS = re.compile(
     r"\b(?i:answer|(?:correct|right) (?:option|choice))(?i: is| ?:| =)(?::| :)?\s{0,3}"
     r"(?i:(?:for sure|surely|clearly|definitely|probably|therefore|thus),? )?(?i:option |choice )?\(?([A-J])(?![\w'])"
     r"(?:\)|(?<![AI])|(?= {0,3}(?:[.,;:/&!(}–—]|- |$|(?:or|and|because|since)\b)))",
     re.MULTILINE,
 )
-MEANT = re.compile(
+CONCLUSION = re.compile(
     r"(?:\b(?i:it'?s|it is|it must be|so) (?i:option |choice )?"
     r"|(?:\A|(?<=[.:\n]) ?|\b(?i:therefore|hence|thus|so),? |\b(?i:option|choice|answer) )(?=\(?[A-J]\)? is ))"
     r"\(?([A-J])\)?((?i: is (?:the )?(?:correct|right)(?: option| choice| answer| one)?))?[.!]?\s*\Z"
@@ -81,10 +81,10 @@ def _letter(answer: str) -> tuple[str | None, str]:
     if content is not None:
         return _alone(content) or "", "the last box"
     tagged = TAGGED.findall(text)
-    text = IN_BRACKETS.sub(lambda letter: letter[0].upper(), _rounded(_unmarked(tagged[-1] if tagged else text)))
-    *_, said = None, *(said for said in SAID.finditer(text) if not _is_unbelieved(text, said.start()))
-    if said := said or _meant(text):
-        return "" if ANOTHER.match(text, said.end()) else said[1], "the last 'answer is'"
+    text = IN_BRACKETS.sub(lambda letter: letter[0].upper(), _as_round(_unmarked(tagged[-1] if tagged else text)))
+    stated = [found for found in ANSWER_IS.finditer(text) if not _is_unbelieved(text, found.start())]
+    if statement := stated[-1] if stated else _concluded(text):
+        return "" if ANOTHER.match(text, statement.end()) else statement[1], "the last 'answer is'"
     if tagged:
         return _alone(text) or "", "the last <answer>"
     last = text.strip().rpartition("\n")[2].strip().removeprefix("####").strip()  # as GSM8K writes an answer
@@ -95,26 +95,26 @@ def _is_unbelieved(text: str, start: int) -> bool:
     return UNBELIEVED.search(text[max(0, start - UNBELIEVED_CHARACTERS) : start]) is not None
 
 
-def _meant(text: str) -> re.Match[str] | None:
-    """The last words where they say which letter is meant; a clause that denies it says nothing."""
-    meant = MEANT.search(text)
-    return None if meant and meant[2] and DENIED.search(CLAUSE.split(text[: meant.start()])[-1]) else meant
+def _concluded(text: str) -> re.Match[str] | None:
+    """The letter that the last words of a text name, "so B"; None where their clause denies it."""
+    words = CONCLUSION.search(text)
+    return None if words and words[2] and DENIED.search(CLAUSE.split(text[: words.start()])[-1]) else words
 
 
 def _unmarked(text: str) -> str:
-    text = without_odd_signs(text)
+    text = unicode_as_latex(text)
     for _ in range(3):
         text = WRAPPING.sub(r"\1", text)
     return MARKS.sub("", SPACES.sub(" ", text))
 
 
 def _alone(text: str) -> str | None:
-    stripped = _rounded(_unmarked(text)).strip()
+    stripped = _as_round(_unmarked(text)).strip()
     found = ALONE.fullmatch(stripped[:1].upper() + stripped[1:] if len(stripped) == 1 else _upper_in_brackets(stripped))
     return None if found is None else found[1] or found[2] or found[3]
 
 
-def _rounded(text: str) -> str:
+def _as_round(text: str) -> str:
     return SQUARE.sub(r"(\1\2)", text)
 
 

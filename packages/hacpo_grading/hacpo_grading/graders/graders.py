@@ -1,4 +1,4 @@
-"""Graders that compare strings, and what changes the reward of another grader.
+"""Graders that compare strings, and wrappers that change the reward of another grader.
 
 A grader is (prompt, answer text, gold) -> a reward from 0 to 1, or None for a text without an answer. Graders here are
 linear in the text and call nobody else's code, so they cannot hang and run where they are called. Graders that
@@ -31,7 +31,7 @@ def exact(prompt: str, answer: str, gold: str) -> float | None:
 
 
 def length_penalised(grader: Grader, free_characters: int, characters_to_zero: int) -> Grader:
-    """The grader's reward, falling linearly from 1 to 0 times itself between the two lengths of the answer."""
+    """The grader's reward times a factor that falls linearly from 1 to 0 between the two lengths of the answer."""
     if not 0 <= free_characters < characters_to_zero:
         raise ValueError(
             f"free_characters ({free_characters}) must be below characters_to_zero ({characters_to_zero}); "
@@ -47,7 +47,7 @@ def length_penalised(grader: Grader, free_characters: int, characters_to_zero: i
 
 
 def requiring_format(grader: Grader, pattern: str, reward_without: float = 0.0) -> Grader:
-    """The grader's reward where the regular expression is found in the answer, else that share of it."""
+    """The grader's reward where the regular expression is found in the answer, else `reward_without` times it."""
     if not 0.0 <= reward_without <= 1.0:
         raise ValueError(f"reward_without ({reward_without}) is a share of the reward, from 0 to 1")
     wanted = re.compile(pattern, re.DOTALL)

@@ -28,15 +28,15 @@ def json_equality(prompt: str, answer: str, gold: str) -> float | None:
 def explain(kind: str, answer: str, gold: str) -> dict[str, Any]:
     """The text that was read as JSON, and where it fails if it does."""
     text, is_fenced = fenced(after_thinking(answer))
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "extracted": text[:2000],
         "rule": "the last fenced block" if is_fenced else "the whole text",
     }
     try:
         _parsed(text)
     except (ValueError, RecursionError) as error:
-        found["not JSON"] = str(error)
-    return found | {"parsed_gold": gold.strip()[:2000]}
+        report["not JSON"] = str(error)
+    return report | {"parsed_gold": gold.strip()[:2000]}
 
 
 def fenced(text: str) -> tuple[str, bool]:
@@ -74,7 +74,7 @@ def _refuse(name: str) -> Any:
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    table = dict(pairs)
+    if len(table) < len(pairs):
         raise ValueError("a key comes twice")
-    return found
+    return table

@@ -21,7 +21,7 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 from sympy import FiniteSet, Interval
 
 from hacpo_grading.graders.answer_limits import too_large
-from hacpo_grading.graders.answer_values import are_far_apart, is_out_of_bounds
+from hacpo_grading.graders.answer_values import adds_nonfinite, are_far_apart
 from hacpo_grading.graders.choice import lone_letter, stated_letter
 from hacpo_grading.graders.number_text import (
     is_of_another_value,
@@ -38,7 +38,7 @@ from hacpo_grading.texts.list_text import are_equal_lists, goes_on, repeat_diffe
 from hacpo_grading.texts.literal_text import last_literal, literal_verdict
 from hacpo_grading.texts.units import LONGEST, PERCENT, Quantity, Ratio, read_quantities, read_total, scale
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # or it warns that its time limits are off
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # else it warns that its time limits are off
 logging.getLogger("latex2sympy2_extended").setLevel(logging.ERROR)
 
 MAX_TEXT_CHARACTERS = 2000
@@ -70,7 +70,7 @@ class MatchRules:
 
 @dataclass(frozen=True)
 class Decision:
-    """The verdict whether an answer equals gold, its rule, both texts, and what they were read as where they were."""
+    """The verdict whether an answer equals gold, its rule, both texts, and their values where they were parsed."""
 
     is_equal: bool
     rule: str
@@ -196,35 +196,35 @@ def decide(gold: str, answer: str, rules: MatchRules = RULES) -> Decision:
         return decide(wanted, found, rules).is_equal
 
     if decision.is_equal:
-        is_other = repeat_differently(*texts, are_equal)
+        is_overruled = repeat_differently(*texts, are_equal)
     else:
-        is_other = WITH_UNITS.search("".join(texts)) is not None and are_equal_lists(*texts, are_equal)
-    return Decision(not decision.is_equal, "elements of a list", gold, answer) if is_other else decision
+        is_overruled = WITH_UNITS.search("".join(texts)) is not None and are_equal_lists(*texts, are_equal)
+    return Decision(not decision.is_equal, "elements of a list", gold, answer) if is_overruled else decision
 
 
-def _decide_values(gold: Quantity, answer: Quantity, said: tuple[str, str], rules: MatchRules) -> Decision:
+def _decide_values(gold: Quantity, answer: Quantity, texts: tuple[str, str], rules: MatchRules) -> Decision:
     """Decides whether two quantities are the same: their units first, then their values."""
     if (ratio := scale(gold.measure, answer.measure)) is None:
-        return Decision(False, UNITS, *said)
+        return Decision(False, UNITS, *texts)
     values = value_text(gold.value, answer.value), value_text(answer.value, gold.value)
     values = tuple(map(plain, values))
     if (is_same := literal_verdict(*values)) is not None:
-        return Decision(is_same, LITERAL, *said)
+        return Decision(is_same, LITERAL, *texts)
     numbers = _numbers(*values)
     if None not in numbers and not ratio.power_of_pi:
         is_equal = _are_equal_numbers(*numbers, (gold, answer), ratio, rules)
-        return Decision(is_equal, "numbers", *said, *map(str, numbers))
+        return Decision(is_equal, "numbers", *texts, *map(str, numbers))
     numerals = read_numeral(plain(gold.value)), read_numeral(plain(answer.value))
     if None not in numerals and any(base for _, base in numerals):  # "5 N" is no numeral
         (digits, base), (answer_digits, answer_base) = numerals
         equal = ratio == Ratio() and digits == answer_digits and (base == answer_base or None in (base, answer_base))
-        return Decision(equal, "numerals in a base", *said, *map(str, numerals))
+        return Decision(equal, "numerals in a base", *texts, *map(str, numerals))
     formulas = with_distinct_letters(gold.formula, ratio.times(answer.formula))
     return _compared(*formulas, _parsed(formulas[1]), rules)
 
 
 def is_same_text(gold: str, answer: str) -> bool:
-    """Tells whether two plain texts are the same and say something."""
+    """Tells whether two plain texts are the same and not empty."""
     return gold == answer != ""
 
 
@@ -325,7 +325,7 @@ def _is_equal(gold: Any, answer: Any, rules: MatchRules) -> bool:
     if any(isinstance(a, Interval) and isinstance(b, FiniteSet) for a, b in ((gold, answer), (answer, gold))):
         return False  # (1, 2) is no set of two
     return any(
-        not (is_out_of_bounds(*pair) or are_far_apart(*pair, rules.decimals))
+        not (adds_nonfinite(*pair) or are_far_apart(*pair, rules.decimals))
         and verify(*pair, float_rounding=rules.decimals, timeout_seconds=None, raise_on_error=True)
         for pair in with_imaginary_unit(gold, answer)
     )

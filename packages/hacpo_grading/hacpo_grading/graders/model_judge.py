@@ -9,7 +9,7 @@ The server is asked for a score between 0 and 1 at temperature 0, many answers a
 reply, behind its thinking, is the reward. A reply without one, a reply that was cut, which may quote a score that it
 would have rejected, and a server that is out of reach or overloaded after all attempts leave the answer unjudged: the
 judge is at fault, and a 0 would bias the capability of the agent. So a server that is gone ends the run by
-reward.max_unjudged_share, and nothing is learnt from what it did not say.
+reward.max_unjudged_share, and no update uses answers without a score.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ Answer to grade:
 
 Say in a sentence what is right or wrong. End with a line "Score: X", where X is 1 for a right answer, 0 for a wrong
 one, or a number between."""
-# A score as it is said, and its scale unless that is 1: "1/10" is none.
+# A score in a reply, and its scale unless that is 1: "1/10" is no score.
 SCALE = r"\s*(?:%|\(?(?:/|(?:out )?of)\s*(?!1(?:\.0*)?(?![.\d]))\d)|,\d"
 SCORE = re.compile(rf"score[*_:=\s]{{1,8}}([-+.\d]*\d)({SCALE})?", re.IGNORECASE)
 NUMBER = re.compile(r"[01](?:\.\d+)?|\.\d+")
@@ -49,9 +49,9 @@ FIELDS = re.compile(r"\{(prompt|answer|gold)\}")
 FIRST_WAIT_S = 0.5
 MOST_SHOWN = 200  # characters of a reply that an error quotes
 MOST_REPLY_BYTES, MOST_AT_ONCE = 4 * 2**20, 2**16
-MOST_KNOWN = 2**17  # scores that a process remembers, 30 MB of them: a long run asks for millions
-DECIDED = {"model", "messages", "max_tokens", "stream", "n"}  # of a request, by the judge itself
-AGAIN = (408, 425, 429)  # and 500 and above: statuses after which another attempt may succeed
+MAX_SCORES = 2**17  # scores that a process remembers, 30 MB of them: a long run asks for millions
+RESERVED = {"model", "messages", "max_tokens", "stream", "n"}  # of a request, by the judge itself
+RETRIED = (408, 425, 429)  # and 500 and above: statuses after which another attempt may succeed
 
 
 class ModelJudge:
@@ -97,75 +97,75 @@ class ModelJudge:
         self._model, self._template, self._max_tokens = model, template, max_tokens
         self._attempts, self._request_s, self._headers = attempts, request_s, headers
         self._cache = Path(cache) if cache else None
-        self._known: dict[str, float] = {}
+        self._scores: dict[str, float] = {}
         self._tls = httpx.create_ssl_context(trust_env=False)  # once: 64 of them take seconds
         self._extra_body = _fields_of(extra_body) if extra_body else {}
 
     async def __call__(self, prompt: str, answer: str, gold: str) -> float:
         """The score of an answer. Unjudged where the server gives none."""
         texts = {"prompt": prompt, "answer": answer, "gold": gold}
-        content = FIELDS.sub(lambda found: texts[found[1]], self._template)  # never the braces of an answer
-        asked = {
+        content = FIELDS.sub(lambda field: texts[field[1]], self._template)  # in one pass: an answer may hold braces
+        request = {
             "model": self._model,
             "messages": [{"role": "user", "content": content}],
             "temperature": 0.0,
             "max_tokens": self._max_tokens,
             **self._extra_body,
         }
-        key = hashlib.sha256(json.dumps([self._url, asked]).encode()).hexdigest()
-        if (score := self._kept(key)) is None:
-            reply = await self._reply(asked)
+        key = hashlib.sha256(json.dumps([self._url, request]).encode()).hexdigest()
+        if (score := self._cached(key)) is None:
+            reply = await self._reply(request)
             score = score_of(reply)
-            self._keep(key, score, reply)
+            self._store(key, score, reply)
         return score
 
-    async def _reply(self, asked: dict) -> str:
+    async def _reply(self, request: dict) -> str:
         problem = ""
         # trust_env: a proxy or a .netrc of this machine is not where the user said that answers go
-        given = {"timeout": self._request_s, "headers": self._headers, "verify": self._tls, "trust_env": False}
-        async with httpx.AsyncClient(**given) as client:
+        settings = {"timeout": self._request_s, "headers": self._headers, "verify": self._tls, "trust_env": False}
+        async with httpx.AsyncClient(**settings) as client:
             for attempt in range(self._attempts):
-                if attempt:  # apart from each other, or all would come again at once
+                if attempt:  # at random times, or all requests would come again at once
                     await asyncio.sleep(min(WAIT_S, FIRST_WAIT_S * 2.0 ** min(attempt, 99)) * random.uniform(0.5, 1.0))
                 try:
-                    status, text = await asyncio.wait_for(self._response(client, asked), self._request_s)
+                    status, text = await asyncio.wait_for(self._response(client, request), self._request_s)
                 except (httpx.HTTPError, TimeoutError) as error:
                     problem = f"{type(error).__name__} {error}".strip()
                     continue
                 if status == httpx.codes.OK:
                     return _content(text)
                 problem = f"status {status}: {text[:MOST_SHOWN]}"
-                if status < 500 and status not in AGAIN:
+                if status < 500 and status not in RETRIED:
                     break
         raise Unjudged(f"{self._url} gave no reply ({problem})")
 
-    async def _response(self, client: httpx.AsyncClient, asked: dict) -> tuple[int, str]:
+    async def _response(self, client: httpx.AsyncClient, request: dict) -> tuple[int, str]:
         """Status and text of one attempt. Unjudged for more text than a reply has: no server is read without end."""
-        async with client.stream("POST", self._url, json=asked) as response:
-            found = b""
+        async with client.stream("POST", self._url, json=request) as response:
+            content = b""
             async for part in response.aiter_bytes(MOST_AT_ONCE):  # unpacked, where it was packed
-                found += part
-                if len(found) > MOST_REPLY_BYTES:
+                content += part
+                if len(content) > MOST_REPLY_BYTES:
                     raise Unjudged(f"{self._url} replied with more than {MOST_REPLY_BYTES:,} bytes")
-            return response.status_code, found.decode(errors="replace")
+            return response.status_code, content.decode(errors="replace")
 
-    def _kept(self, key: str) -> float | None:
-        if self._cache is not None and key not in self._known:
+    def _cached(self, key: str) -> float | None:
+        if self._cache is not None and key not in self._scores:
             with suppress(OSError, ValueError, KeyError, TypeError):  # none, or half written by a disk that was full
                 score = json.loads((self._cache / f"{key}.json").read_text())["score"]
                 if isinstance(score, float) and 0.0 <= score <= 1.0:
                     self._remember(key, score)
-        return self._known.get(key)
+        return self._scores.get(key)
 
     def _remember(self, key: str, score: float) -> None:
-        if len(self._known) >= MOST_KNOWN:
-            self._known.clear()
-        self._known[key] = score
+        if len(self._scores) >= MAX_SCORES:
+            self._scores.clear()
+        self._scores[key] = score
 
-    def _keep(self, key: str, score: float, reply: str) -> None:
+    def _store(self, key: str, score: float, reply: str) -> None:
         self._remember(key, score)
         if self._cache is not None:
-            with suppress(OSError):  # asked again another time
+            with suppress(OSError):  # then the server is asked again next time
                 self._cache.mkdir(parents=True, exist_ok=True)
                 part = self._cache / f"{key}.{os.getpid()}.{random.randrange(2**32):08x}.part"
                 with part.open("x") as file:  # never through a link that somebody has put there
@@ -189,7 +189,7 @@ def _fields_of(extra_body: str) -> dict[str, Any]:
         raise ValueError(f"extra_body is no JSON: {error}") from error
     if not isinstance(found, dict):
         raise ValueError(f"extra_body must be a JSON object of request fields, found {extra_body[:MOST_SHOWN]!r}")
-    if decided := sorted(found.keys() & DECIDED):
+    if decided := sorted(found.keys() & RESERVED):
         raise ValueError(f"extra_body has {', '.join(decided)}, which the judge decides or has an option for")
     return found
 

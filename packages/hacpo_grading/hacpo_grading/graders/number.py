@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hacpo_grading.graders.options import NUMBER_OPTIONS, wrong_value
-from hacpo_grading.texts.answer_text import after_thinking, boxed_or_all, gold_answer, without_odd_signs
+from hacpo_grading.texts.answer_text import after_thinking, boxed_or_all, gold_answer, unicode_as_latex
 
 APART = re.compile(r"\\ |(?<=[^\\],)\\[,;:]")  # a space between words, or behind a comma: "5,\,600" is a list
 MINUS = re.compile(r"(?<![\w)\]}])–(?=\.?\d)")
@@ -65,7 +65,7 @@ class Number:
         return float(abs(found - wanted) <= max(self.rel_tol * abs(wanted), self.abs_tol))
 
     def explain(self, answer: str, gold: str) -> dict[str, Any]:
-        """Where the number was looked for, which it is, and how far from gold."""
+        """The text that was searched, the number found in it, that of gold, and the tolerance."""
         where = boxed_or_all(after_thinking(answer))
         found, wanted = last_number(where), self._wanted(gold)
         return {
@@ -84,31 +84,32 @@ class Number:
 
 def last_number(text: str) -> float | None:
     """The last number of a text; None without any."""
-    text = MINUS.sub("-", APART.sub(" ", without_odd_signs(text)))
+    text = MINUS.sub("-", APART.sub(" ", unicode_as_latex(text)))
     text = GROUPED.sub(lambda grouped: re.sub(r"\D", "", grouped[0]), text)  # before "9 $200" loses its dollar
     text = SPACING.sub("", text).replace("{,}", ",")
     text = MIXED.sub(lambda mixed: _with_whole(*mixed.groups()) or mixed[0], FRACTION.sub(_as_quotient, text))
     text = TEN_TO.sub(_as_exponent, text)
     text = COMMAND.sub(" ", RAISED.sub(" ", text))
-    *_, last = None, *NUMBER.finditer(text)
-    return None if last is None else _value(*last.groups())
+    numbers = list(NUMBER.finditer(text))
+    return _value(*numbers[-1].groups()) if numbers else None
 
 
 def _as_quotient(fraction: re.Match[str]) -> str:
     """Sign, numerator and denominator in one line; a number before it that is no whole part of it stays apart."""
-    before, whole, sign, above, digit, sign_below, below, digit_below = fraction.groups("")
-    above, below = above or digit, below or digit_below
-    quotient = _with_whole(whole, above, below) if whole and not sign + sign_below else None
+    before, whole, sign, numerator, digit, lower_sign, denominator, lower_digit = fraction.groups("")
+    numerator, denominator = numerator or digit, denominator or lower_digit
+    quotient = _with_whole(whole, numerator, denominator) if whole and not sign + lower_sign else None
     apart, before = (before + whole, "") if whole and quotient is None else ("", before)
-    is_negative = (before + sign + sign_below).count("-") % 2
-    return f"{apart} {'-' if is_negative else ''}{quotient or f'{above}/{below}'} "
+    is_negative = (before + sign + lower_sign).count("-") % 2
+    return f"{apart} {'-' if is_negative else ''}{quotient or f'{numerator}/{denominator}'} "
 
 
-def _with_whole(whole: str, above: str, below: str) -> str | None:
+def _with_whole(whole: str, numerator: str, denominator: str) -> str | None:
     """A mixed number as a quotient; None where the rest is no proper fraction."""
-    if len(above + below) > MAX_DIGITS or not (above + below).isdigit() or not int(above) < int(below):
+    digits = numerator + denominator
+    if len(digits) > MAX_DIGITS or not digits.isdigit() or not int(numerator) < int(denominator):
         return None
-    return f"{int(whole.replace(',', '')) * int(below) + int(above)}/{below}"
+    return f"{int(whole.replace(',', '')) * int(denominator) + int(numerator)}/{denominator}"
 
 
 def _as_exponent(power: re.Match[str]) -> str:
@@ -118,6 +119,6 @@ def _as_exponent(power: re.Match[str]) -> str:
 
 def _value(sign: str | None, digits: str, exponent: str | None, divisor: str | None, power: str | None) -> float | None:
     value = float(f"{sign or ''}{digits.replace(',', '')}e{exponent or 0}")
-    below = float((divisor or "1").replace(",", ""))
+    denominator = float((divisor or "1").replace(",", ""))
     scale = int(power or 0) * (1 if exponent is None else -1)  # 1/2 x 10^3 is 500, but 1 x 10^2 / 2 x 10^3 0.05
-    return value / below * float(f"1e{scale}") if below else None
+    return value / denominator * float(f"1e{scale}") if denominator else None

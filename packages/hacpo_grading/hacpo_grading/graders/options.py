@@ -1,4 +1,4 @@
-"""Options of graders: which values each takes, and that in words. Graders check their own with these tables."""
+"""Options of graders: the values that each takes, as a test and in words. Graders check theirs with these tables."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -8,9 +8,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Option:
-    """The values that an option takes, as a sentence names them and as a test."""
+    """The values that an option takes, in words and as a test."""
 
-    said: str
+    words: str
     takes: Callable[[Any], bool]
 
 
@@ -34,7 +34,7 @@ PROGRAM_OPTIONS = {
     **dict.fromkeys(("graded", "isolated"), FLAG),
     **dict.fromkeys(("cpu_s", "memory_mb", "num_processes", "output_kb"), COUNT),
 }
-# A model is asked so many times, for so many seconds, with so many between at most.
+# Requests to a model: how many, seconds of each, and the longest wait between two.
 ATTEMPTS, REQUEST_S, WAIT_S = 4, 60.0, 30.0
 MODEL_OPTIONS = {
     **{"url": ADDRESS, "model": NAME, "template": TEXT},
@@ -49,6 +49,6 @@ def model_wall_s(options: Mapping[str, Any], gold: str) -> float:
 
 
 def wrong_value(known: Mapping[str, Option], given: Mapping[str, Any]) -> str | None:
-    """The first of the given options that has a value it does not take; None without one. All names are known."""
+    """A complaint about the first option with a value that it does not take; None without one. All names are known."""
     wrong = ((name, value) for name, value in given.items() if not known[name].takes(value))
-    return next((f"option {name} ({value!r}) must be {known[name].said}" for name, value in wrong), None)
+    return next((f"option {name} ({value!r}) must be {known[name].words}" for name, value in wrong), None)

@@ -28,7 +28,7 @@ from hacpo_grading.workers.system_calls import filter_program
 
 SANDBOX = Path(__file__).parents[1] / "workers" / "sandbox.py"
 SYSTEM = ("/usr", "/bin", "/lib", "/lib64")
-MAX_SAID_BYTES = 2000
+MAX_SHOWN_BYTES = 2000
 # Wall time of a case: it ends programs that sleep, however crowded the machine is.
 WALL_FACTOR = 10
 WALL_GRACE_S = 10.0
@@ -79,12 +79,12 @@ class Program:
             raise ValueError(problem)
         trial = self.run("print(1)", Case("", "1"))
         if not trial.passes(Case("", "1")):
-            said = trial.stderr.decode(errors="replace").strip() or trial.ending
+            reason = trial.stderr.decode(errors="replace").strip() or trial.ending
             raise ValueError(
-                f"programs cannot be run isolated on this machine ({said}). Allow user namespaces, or set option "
+                f"programs cannot be run isolated on this machine ({reason}). Allow user namespaces, or set option "
                 "isolated = false: then they can read and write what this user can, and reach the network"
                 if self.isolated
-                else f"programs cannot be run on this machine: {said}"
+                else f"programs cannot be run on this machine: {reason}"
             )
 
     def __call__(self, prompt: str, answer: str, gold: str) -> float | None:
@@ -107,13 +107,13 @@ class Program:
         program, is_fenced = fenced(after_thinking(answer))
         if not is_fenced:
             return {"extracted": None, "rule": "the last fenced block of the answer is its program"}
-        found = {"extracted": program[:MAX_SAID_BYTES], "rule": "every case ends with status 0 and prints its stdout"}
+        report = {"extracted": program[:MAX_SHOWN_BYTES], "rule": "every case ends with status 0 and prints its stdout"}
         for number, case in enumerate(cases, start=1):
             run = self.run(program, case, deadline)
             if not run.passes(case):
-                said = {"ending": run.ending, "printed": _shown(run.stdout), "standard error": _shown(run.stderr)}
-                return found | {"failed case": number, "expected": case.stdout[:MAX_SAID_BYTES]} | said
-        return found | {"failed case": None}
+                output = {"ending": run.ending, "printed": _shown(run.stdout), "standard error": _shown(run.stderr)}
+                return report | {"failed case": number, "expected": case.stdout[:MAX_SHOWN_BYTES]} | output
+        return report | {"failed case": None}
 
     def run(self, program: str, case: Case, deadline: float = math.inf) -> Run:
         """Runs a program on one case, and ends it with everything it started, by `deadline` (monotonic)."""
@@ -140,37 +140,37 @@ class Program:
         cut: str | None = "interrupted"
         with process:
             try:
-                with contextlib.suppress(BrokenPipeError):  # it never began to read: its exit status says why
+                with contextlib.suppress(BrokenPipeError):  # it ended before it read: its exit status says why
                     process.stdin.write(json.dumps(order).encode() + b"\n")
                 process.stdin.close()
-                printed, said, cut = self._listen(process, deadline)
+                stdout, stderr, cut = self._read_output(process, deadline)
             finally:
                 if cut is not None:
                     process.kill()
                 status = process.wait()
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # without namespaces nothing else ends its children
-        return Run(printed, said, cut or _ending(status))
+        return Run(stdout, stderr, cut or _ending(status))
 
-    def _listen(self, process: subprocess.Popen, deadline: float) -> tuple[bytes, bytes, str | None]:
-        """The text that a process prints until it ends, and why it was cut short, if it was."""
+    def _read_output(self, process: subprocess.Popen, deadline: float) -> tuple[bytes, bytes, str | None]:
+        """Standard output and error of a process until it ends, and the reason if they were cut short."""
         deadline = min(deadline, time.monotonic() + WALL_FACTOR * self.cpu_s + WALL_GRACE_S)
-        printed, said = bytearray(), bytearray()
+        stdout, stderr = bytearray(), bytearray()
         with selectors.DefaultSelector() as selector:
-            selector.register(process.stdout, selectors.EVENT_READ, printed)
-            selector.register(process.stderr, selectors.EVENT_READ, said)
+            selector.register(process.stdout, selectors.EVENT_READ, stdout)
+            selector.register(process.stderr, selectors.EVENT_READ, stderr)
             while selector.get_map():
                 for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
                     data = key.fileobj.read(1 << 16)
                     key.data.extend(data)
                     if not data:
                         selector.unregister(key.fileobj)
-                del said[:-MAX_SAID_BYTES]
-                if len(printed) > self.output_kb << 10:
-                    return bytes(printed), bytes(said), f"output longer than {self.output_kb} KiB"
+                del stderr[:-MAX_SHOWN_BYTES]
+                if len(stdout) > self.output_kb << 10:
+                    return bytes(stdout), bytes(stderr), f"output longer than {self.output_kb} KiB"
                 if time.monotonic() > deadline:
-                    return bytes(printed), bytes(said), "out of wall time"
-        return bytes(printed), bytes(said), None
+                    return bytes(stdout), bytes(stderr), "out of wall time"
+        return bytes(stdout), bytes(stderr), None
 
 
 def read_cases(gold: str) -> list[Case]:
@@ -191,7 +191,7 @@ def wall_s(options: Mapping[str, Any], gold: str) -> float:
 
 def visible_folders() -> list[str]:
     """The folders that a program needs to run at all: the interpreter and the system's libraries, each folder once."""
-    # An environment may be reached through a link, which is a link inside, too.
+    # An environment may be reached by a link, which must exist inside, too.
     folders = [*SYSTEM, sys.base_prefix, *dict.fromkeys([sys.prefix, os.path.realpath(sys.prefix)])]
     return [f for f in folders if not any(f != other and f.startswith(f"{other}/") for other in folders)]
 
@@ -207,4 +207,4 @@ def _lines(text: str) -> list[str]:
 
 
 def _shown(data: bytes) -> str:
-    return data[-MAX_SAID_BYTES:].decode("utf-8", errors="replace")
+    return data[-MAX_SHOWN_BYTES:].decode("utf-8", errors="replace")

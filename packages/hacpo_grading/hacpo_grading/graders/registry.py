@@ -1,8 +1,8 @@
-"""The built-in graders: one record each, with all that judges, configurations and evaluations know of it.
+"""The built-in graders: one record each, with all that judges, configurations and evaluations need of it.
 
 A new grader costs a file beside this one and a record here. A grader is (prompt, answer text, gold) -> a reward from 0
-to 1, or None for a text without an answer; how others are called is in grader_calls.py. Each reads gold before it reads
-the answer, so that a gold it cannot use is an error whatever the answer is.
+to 1, or None for a text without an answer; grader_calls.py calls those with other parameters. Each reads gold before
+the answer, so that an unusable gold is an error whatever the answer is.
 """
 
 from collections.abc import Callable, Mapping
@@ -44,14 +44,14 @@ class Grader:
 
     function      "module:name" or "file.py:name", loaded where it runs
     explainer     the function (name, answer, gold) that explains a verdict, where the grader itself has no `explain`
-    options       its keyword arguments and the values that each takes; it cannot be without those of `needed`
-    is_linear     its time is linear in the text and it calls nothing of anybody else, so it runs in this process
+    options       its keyword arguments and the values that each takes; those of `needed` must be given
+    is_linear     its time is linear in the text and it calls no library, so it runs in this process
     is_binary     a reward is 0 or 1, unless the option `graded_by` is on
-    is_own        the user's: what it raises may be its own fault
+    is_own        the user's: an error in it may be its own fault
     acts          it runs the answer's code or sends it to a server (`asks_server`), and so is tried with care
-    gold_as_answer    makes of a gold a text that answers with it, to see whether the gold itself can be judged
-    solution          makes of a gold an answer that earns the full reward; None: `gold_as_answer` does
-    wall_s        seconds that what it starts or asks may take, by its options and a gold
+    gold_as_answer    turns a gold into a text that answers with it, to see whether the gold itself can be judged
+    solution          turns a gold into an answer that earns the full reward; None: `gold_as_answer` does
+    wall_s        seconds that its programs or servers may take, by its options and a gold
     vote          the text that an answer votes for under maj@k: its final answer, normalised
     """
 
@@ -72,7 +72,7 @@ class Grader:
     vote: Callable[[str], str | None] = _whole_text
 
 
-PROGRAM = """```python
+PROGRAM_SOLUTION = """```python
 import json, sys
 given = sys.stdin.buffer.read().decode()
 print(next(case["stdout"] for case in json.loads({gold!r}) if case.get("stdin", "") == given), end="")
@@ -114,7 +114,7 @@ _BUILT_IN = (
         graded_by="graded",
         acts=True,
         wall_s=program.wall_s,
-        solution=lambda gold: PROGRAM.format(gold=gold),
+        solution=lambda gold: PROGRAM_SOLUTION.format(gold=gold),
     ),
     Grader(name="exact", function=f"{HERE}.graders:exact", explainer=f"{HERE}.graders:explain", is_linear=True),
     Grader(
@@ -149,10 +149,10 @@ def find_grader(name: str) -> Grader:
 
 
 def value_problem(name: str, options: Mapping[str, Any]) -> str | None:
-    """The option that a built-in grader lacks, or that has a value it does not take; all names are known."""
+    """A complaint about an option that a built-in grader lacks or that has a wrong value; all names are known."""
     grader = GRADERS[name]
     if missing := [option for option in grader.needed if option not in options]:
-        return f"{name!r} needs {' and '.join(f'{option} ({grader.options[option].said})' for option in missing)}"
+        return f"{name!r} needs {' and '.join(f'{option} ({grader.options[option].words})' for option in missing)}"
     return wrong_value(grader.options, options)
 
 

@@ -62,9 +62,8 @@ def _set_of(read: Any) -> Set | None:
         if None in parts:
             return None
         common = Intersection(*parts)
-        return (
-            common if isinstance(read, And) or (isinstance(read, FiniteSet) and common != EmptySet) else Union(*parts)
-        )
+        is_chain = isinstance(read, And) or (isinstance(read, FiniteSet) and common != EmptySet)
+        return common if is_chain else Union(*parts)
     if isinstance(read, Set):
         return read
     return _half_line(read) if _is_inequality(read) else None  # x = 3 is none
@@ -95,9 +94,8 @@ def _half_line(relation: Relational) -> Set | None:
 def with_imaginary_unit(gold: Any, answer: Any) -> Iterator[tuple[Any, Any]]:
     """Both readings, and once more with i for the imaginary unit where it is a letter and can be no index."""
     yield gold, answer
-    letters = {
-        letter for side in (gold, answer) if isinstance(side, Basic | MatrixBase) for letter in side.free_symbols
-    }
+    sides = [side for side in (gold, answer) if isinstance(side, Basic | MatrixBase)]
+    letters = {letter for side in sides for letter in side.free_symbols}
     units = [letter for letter in letters if str(letter) == "i"]
     if units and not {str(letter) for letter in letters} & INDICES:
         yield tuple(side.subs(dict.fromkeys(units, I)) for side in (gold, answer))

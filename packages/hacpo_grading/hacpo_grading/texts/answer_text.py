@@ -7,10 +7,10 @@ import re
 import unicodedata
 
 OPENS, CLOSES = "<think>", "</think>"
-BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # \{ and \} are signs, not groups
+BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # \{ and \} are characters, not groups
 BARE = re.compile(r"[^\s$]+")
 BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
-SAID = re.compile(r"\banswer(?: is:?|:| =)\s+(?=[^\s}])", re.IGNORECASE)
+ANSWER_IS = re.compile(r"\banswer(?: is:?|:| =)\s+(?=[^\s}])", re.IGNORECASE)
 
 # one pass over all commands, so that the second backslash of "\\" never starts one of its own; the space that only ends
 # a command ("\times (") goes with it, but for the one before a letter or a digit
@@ -48,7 +48,7 @@ FRACTION_SIGN = re.compile("[¼-¾⅐-⅞↉]")
 RAISED, LOWERED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+"), re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
 INSIDE = r"(?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*"  # braces up to four deep
 GROUP = rf"\{{({INSIDE})\}}"
-LOOKS = re.compile(  # what only looks: hidden things and colours go, of what is set in a font the content stays
+APPEARANCE = re.compile(  # appearance alone: phantoms and colours are removed, a font's command without its content
     rf"\\(?:[hv]?phantom|color|hspace|vspace|label|tag)\*?\s*\{{{INSIDE}\}}"
     r"|\\(?:color|text)?color(?:box)?\s*\{[^{}]*\}(?=\s*\{)"
     r"|\\(?:begin|end)\{(?:aligned|align|gathered|gather|split|equation|center)\*?\}|(?<=\\\\)\[[-\d.]+ ?[a-z]{2}\]"
@@ -102,8 +102,8 @@ MAX_TYPED = 2000  # characters; rules for how people type look backward and forw
 
 def after_thinking(text: str) -> str:
     """The text after the last </think>, or the whole text; nothing while a <think> is open."""
-    said = text.rpartition(CLOSES)[2]
-    return "" if OPENS in said else said
+    answer = text.rpartition(CLOSES)[2]
+    return "" if OPENS in answer else answer
 
 
 def last_boxed(text: str) -> str | None:
@@ -132,11 +132,11 @@ def last_box(text: str) -> tuple[int, int, int] | None:
 
 def _closing_braces(text: str) -> dict[int, int]:
     closing, opened = {}, []
-    for sign in BRACE.finditer(text):
-        if sign.group() == "{":
-            opened.append(sign.start())
-        elif sign.group() == "}" and opened:
-            closing[opened.pop()] = sign.start()
+    for brace in BRACE.finditer(text):
+        if brace[0] == "{":
+            opened.append(brace.start())
+        elif brace[0] == "}" and opened:
+            closing[opened.pop()] = brace.start()
     return closing
 
 
@@ -148,11 +148,11 @@ def gold_answer(gold: str) -> str:
 def tidy(answer: str) -> str:
     r"""An answer without typesetting: dollars, sizes, fonts, spaces, display fractions, a full stop, "the answer is".
 
-    "\text{...}" stays, since a parser tells units by it. Linear in the text, of which more than MAX_TYPED characters
-    are left as they were typed.
+    "\text{...}" stays, since a parser recognises units by it. Linear in the text. A text of more than MAX_TYPED
+    characters loses LaTeX's typesetting alone.
     """
-    said = [found.end() for found in SAID.finditer(answer)]
-    text = answer[said[-1] if said else 0 :]
+    ends = [found.end() for found in ANSWER_IS.finditer(answer)]
+    text = answer[ends[-1] if ends else 0 :]
     is_short = len(text) <= MAX_TYPED
     text = COMMAND.sub(_without_typesetting, _as_latex(text) if is_short else text)
     text = BRACED_SIGN.sub(r"\1", SIZES.sub("", text)).replace("{,}", ",").replace("$", " ").strip()
@@ -162,9 +162,9 @@ def tidy(answer: str) -> str:
 
 def _as_latex(text: str) -> str:
     r"""The same answer in the commands that a parser knows: no Unicode signs, fonts, colours, \SI, sqrt() or \over."""
-    text = without_odd_signs(text).replace("~", " ")
+    text = unicode_as_latex(text).replace("~", " ")
     text = REPEATS.sub(r"\1\\ldots ", EN_DASH.sub("-", THOUSANDS.sub("", text)))
-    text = SET_AS_TEXT.sub(_unset, LOOKS.sub(" ", text))
+    text = SET_AS_TEXT.sub(_unset, APPEARANCE.sub(" ", text))
     text = QUANTITY.sub(_quantity, text)
     text = CHOOSE.sub(r"\\binom{\1}{\2}", text)
     text = OVER.sub(r"\\frac{\1}{\2}", SMALL_MATRIX.sub(r"\\\1{\2matrix}", text))
@@ -174,8 +174,8 @@ def _as_latex(text: str) -> str:
     return PI.sub(r"\\pi ", MARKDOWN.sub(r"\2", text))
 
 
-def without_odd_signs(text: str) -> str:
-    """Digits, fractions, powers and signs that have one character each, in LaTeX."""
+def unicode_as_latex(text: str) -> str:
+    """The same text with Unicode's fractions, powers, digits and symbols as LaTeX."""
     if text.isascii():
         return text
     text = COMPATIBLE.sub(lambda sign: unicodedata.normalize("NFKC", sign[0]), ROOT_SIGN.sub(_root, text))
@@ -223,12 +223,12 @@ def _unwrapped(text: str) -> str:
 
 
 def _without_typesetting(command: re.Match[str]) -> str:
-    sign = command[0] if command[0] in SPACES else command[0].rstrip()
-    if sign in NOTHING:
+    name = command[0] if command[0] in SPACES else command[0].rstrip()
+    if name in NOTHING:
         return ""
-    if sign in SPACES:
+    if name in SPACES:
         return " "
-    return SPELLED.get(sign, sign)
+    return SPELLED.get(name, name)
 
 
 def plain(answer: str) -> str:

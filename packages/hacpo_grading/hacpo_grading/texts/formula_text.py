@@ -1,4 +1,4 @@
-r"""Formulas in the words of their parser: the same value, where math-verify would read another one or none.
+r"""Formulas rewritten for their parser: the same value, where math-verify would read another one or none.
 
     0.1\overline{6}, 0.(3), 0.333...    the fraction that a repeating decimal is
     \cos 30^\circ                       radians; outside a function a degree is a unit (units.py)
@@ -31,7 +31,7 @@ IN_DEGREES = re.compile(rf"({BRACKETS}|{LEAF}){DEGREE}")
 OUTWARD = re.compile(r"([\[\]])([^\[\](),]+,[^\[\](),]+)([\[\]])")  # brackets of an open end, as in French
 RELATION = re.compile(r"(\\(?:geq?|leq?|gt|lt)(?![a-zA-Z])|>=?|<=?)")
 REVERSED = {">": "<", ">=": "\\le ", "\\ge": "\\le ", "\\geq": "\\le ", "\\gt": "<"}
-# math-verify drops all from the first words to a brace at the end, as a unit; \text{ and } is a comma to it
+# math-verify drops everything from the first words to a brace at the end, as a unit; it reads \text{ and } as a comma
 WORDS = re.compile(r"\\(?:text[a-z]*|mbox|math(?:rm|it|bf))\s*\{(?!\s*(?:and|or)\s*\})[^{}]*\}(?:\^(?:\d|\{-?\d\}))?")
 MARKED = re.compile(r"(?:(?<!\\)\$|\\[\[(])[^$]*?\}(?=\s*(?:\$|\\[\])]))")
 VALUE = re.compile(r"\d|(?<![\\a-zA-Z])[a-zA-Z]")
@@ -39,7 +39,7 @@ LETTER = re.compile(r"\\(?:math[a-z]+|text[a-z]*|mbox|begin|end|operatorname)\s*
 
 
 def as_formula(text: str) -> str:
-    """A tidy text as math-verify reads it rightly."""
+    """A tidy text in a form that math-verify reads correctly."""
     text = with_fractions(as_power_of_ten(text))
     if "\\circ" in text or "degree" in text:
         text = ARGUMENT.sub(_in_radians, IN_WORDS.sub(r"^\\circ", text))

@@ -20,7 +20,7 @@ def goes_on(text: str) -> bool:
 
 
 def elements_of(text: str) -> tuple[str, list[str]]:
-    """The opening and closing bracket of a list, none for a bare one, and its elements; without any for no list."""
+    """Both brackets of a list, "" for a bare one, and its elements; no elements for a text that is no list."""
     brackets = ""
     for opening, closing in BRACKETS:
         if text.startswith(opening) and text.endswith(closing):
@@ -61,17 +61,17 @@ def _is_matched(wanted: Sequence[str], found: list[str], is_equal: Callable[[str
 
 
 def _split(text: str) -> list[str] | None:
-    """The parts between the separators outside brackets; None where brackets do not fit."""
+    """The parts between the separators outside brackets; None where brackets do not match."""
     ends = {found.start(): found.end() for found in SEPARATOR.finditer(text)}
     thousands = {found.start() for found in THOUSANDS.finditer(text)}
-    parts, depth, start, place = [], 0, 0, 0
-    while place < len(text):
-        if depth == 0 and place in ends and place not in thousands:
-            parts.append(text[start:place])
-            start = place = ends[place]
+    parts, depth, start, position = [], 0, 0, 0
+    while position < len(text):
+        if depth == 0 and position in ends and position not in thousands:
+            parts.append(text[start:position])
+            start = position = ends[position]
             continue
-        depth += (text[place] in "{([") - (text[place] in "})]")
+        depth += (text[position] in "{([") - (text[position] in "})]")
         if depth < 0:
             return None
-        place += 1
+        position += 1
     return [*parts, text[start:]] if depth == 0 else None

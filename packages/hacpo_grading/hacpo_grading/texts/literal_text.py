@@ -1,8 +1,8 @@
 r"""Answers that are no arithmetic: times of day, dates, ranges, telephone numbers, orders of letters, congruences.
 
-A parser of formulas calculates them: 12:30 becomes 2/5, 2024-01-05 becomes 2018, HTT and THT the same product. Hence
-they are compared as texts. A time may lack a.m. or p.m. on one side; 2:3 is a ratio, and 1:2:3 equals 2:4:6. Texts are
-as `plain` leaves them.
+A parser of formulas would evaluate them: 12:30 becomes 2/5, 2024-01-05 becomes 2018, HTT and THT the same product.
+Hence they are compared as texts. A time may lack a.m. or p.m. on one side; 2:3 is a ratio, and 1:2:3 equals 2:4:6.
+Texts are as `plain` leaves them.
 """
 
 import re
@@ -27,7 +27,7 @@ BETWEEN_WORDS = re.compile(r"\s*(?:,|;|\band\b|\bor\b)\s*(?:(?:and|or)\b\s*)?")
 
 
 def literal_verdict(gold: str, answer: str) -> bool | None:
-    """Tells whether two plain texts say the same where one is no arithmetic; None where both may be calculated."""
+    """Tells whether two plain texts say the same where one is no arithmetic; None where both may be evaluated."""
     for read in (_clock, _run_of_digits, _letters, _congruence, _ratio):
         wanted, found = read(gold, True), read(answer, False)
         if wanted is not None:
@@ -75,7 +75,7 @@ def _clock(text: str, is_gold: bool) -> tuple | None:
 
 
 def _run_of_digits(text: str, is_gold: bool) -> tuple | None:
-    """Digits with dashes between them, or a date; an answer only where no difference looks like it."""
+    """Digits with dashes between them, or a date; of an answer only where it can be no subtraction."""
     text = DASH.sub("-", text).replace(" ", "")
     if DATE.fullmatch(text) or PADDED_RUN.fullmatch(text) or (is_gold and RUN.fullmatch(text)):
         return "digits", text

@@ -1,7 +1,7 @@
 r"""Units of answers: 5 \text{ cm}, \$5, 30^\circ, 60 \text{ miles per hour} as a value and a measure.
 
 A measure is a factor and the powers of its bases, so that 50 mm are 5 cm, and neither 5 m nor 5 kg nor 5 cm^2 are.
-A word that is no unit ("students", "ways") is a noun, and nouns are not held against each other. Texts are as `tidy`
+A word that is no unit ("students", "ways") is a noun, and nouns are not compared with each other. Texts are as `tidy`
 leaves them. Elsewhere: what a value is (number_text.py, math_grader.py).
 """
 
@@ -185,7 +185,7 @@ def _times(powers: Counter, factor: Fraction, unit: Measure, exponent: int) -> t
 
 
 def split_unit(text: str) -> tuple[str, Measure | None]:
-    """A tidy text without its unit, and that; "5m" as it stands, since m may be a letter (see `glued_unit`)."""
+    """A tidy text without its unit, and the unit; "5m" is left whole, since m may be a letter (see `glued_unit`)."""
     if before := CURRENCY_BEFORE.match(text):
         return before[1] + text[before.end() :], read_measure(before[2])
     start = max(0, len(text) - LONGEST)
@@ -261,7 +261,7 @@ def scale(gold: Measure | None, answer: Measure | None) -> Ratio | None:
 
 
 def _is_loose(gold: dict[str, int], answer: dict[str, int]) -> bool:
-    """Tells whether one only says less than the other: "units" of a length or of anything, money without its time."""
+    """Tells whether one is only less specific: "units" beside a length or anything else, money without its time."""
     for one, other in ((gold, answer), (answer, gold)):
         if one.keys() == {"unit"}:
             return other.keys() != {"m"} or one["unit"] == other["m"]

@@ -1,4 +1,4 @@
-"""Calls a grader with what its parameters ask for (grader_signature.py), and reads what it returns.
+"""Calls a grader with the arguments of its signature (grader_signature.py), and checks the rewards that it returns.
 
 A grader returns a number in the declared range, None for a text without an answer, or a table with "score" and other
 numbers, which are logged; for a batch, a list of these. Imported by worker processes: the standard library alone.
@@ -16,10 +16,10 @@ from hacpo_grading.texts.chat_messages import messages_of
 from hacpo_grading.workers.grader_signature import PLURAL, SINGLE, VERL, Signature, signature_of
 from hacpo_grading.workers.own_file import load_by_name
 
-MAX_SAID = 500
+MAX_ERROR = 500
 MAX_PARTS, MAX_PART_NAME = 16, 40  # of a table that a grader returns
 UNIT = (0.0, 1.0)
-RETURNED = "the grader returned"  # begins what is said of a value that is no reward
+RETURNED = "the grader returned"  # begins the error about a value that is no reward
 
 
 class Unjudged(Exception):
@@ -29,7 +29,7 @@ class Unjudged(Exception):
 class GraderCall:
     """A grader with its options, and how it is called.
 
-    reward_range   lowest and highest reward it may return; they become 0 and 1, and what lies between, linearly
+    reward_range   lowest and highest reward that it may return; [low, high] is mapped linearly to [0, 1]
     patience_s     seconds that an async grader may take for each answer of a call; None: it limits itself
     """
 
@@ -49,37 +49,38 @@ class GraderCall:
         self._runner = asyncio.Runner()
 
     def grade(self, asked: Sequence[Asked], *, is_worker: bool = False) -> list[Outcome]:
-        """One verdict per answer: a reward, null for a text without an answer, or the error that left it unjudged.
+        """One outcome per answer: a reward, None for a text without an answer, or an error.
 
-        A batch that fails as a whole is called again for each of its answers alone, so that each answers for itself.
+        After an error of a whole batch the grader is called again for each answer alone, to find the cause.
         """
         try:
             results = self._call(asked)
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             if not is_worker and not isinstance(error, Exception):
-                raise  # somebody ends the trainer
+                raise  # the trainer is being ended
             if len(asked) > 1:
                 return [reply for one in asked for reply in self.grade([one], is_worker=is_worker)]
-            return [_failed(error)]
+            return [_failure(error)]
         if len(results) != len(asked):
-            what = f"{RETURNED} {len(results)} rewards for {len(asked)} answers"
-            return [Outcome(None, what, is_misuse=True)] * len(asked)
-        return [_failed(found) if isinstance(found, BaseException) else self._read(found) for found in results]
+            error = f"{RETURNED} {len(results)} rewards for {len(asked)} answers"
+            return [Outcome(None, error, is_misuse=True)] * len(asked)
+        return [_failure(one) if isinstance(one, BaseException) else self._outcome(one) for one in results]
 
     def _call(self, asked: Sequence[Asked]) -> Sequence[Any]:
         signature = self.signature
         if signature.takes_lists:
             columns = _columns(signature, asked)
-            (found,) = self._awaited([self.grader(**columns)], len(asked))
-            if isinstance(found, BaseException):
-                raise found
-            return found if isinstance(found, Sequence) and not isinstance(found, str) else list(found)
-        return self._awaited([self._one(one) for one in asked])
+            (rewards,) = self._awaited([self.grader(**columns)], len(asked))
+            if isinstance(rewards, BaseException):
+                raise rewards
+            return rewards if isinstance(rewards, Sequence) and not isinstance(rewards, str) else list(rewards)
+        return self._awaited([self._call_single(one) for one in asked])
 
-    def _one(self, asked: Asked) -> Any:
+    def _call_single(self, asked: Asked) -> Any:
         if self.signature.style == "position":
             return self.grader(asked.prompt, asked.answer, asked.gold)
-        return self.grader(**(_verl if self.signature.style == "verl" else _single)(self.signature, asked))
+        arguments_of = _verl if self.signature.style == "verl" else _single
+        return self.grader(**arguments_of(self.signature, asked))
 
     def _awaited(self, calls: Sequence[Any], num_answers: int = 1) -> list[Any]:
         """The results or errors of calls about `num_answers` each; what a plain function returns is awaited, too."""
@@ -93,20 +94,21 @@ class GraderCall:
 
         return self._runner.run(together())
 
-    def _read(self, found: Any) -> Outcome:
+    def _outcome(self, returned: Any) -> Outcome:
         parts: dict[str, float] = {}
-        if isinstance(found, Mapping):
-            if "score" not in found:
-                return Outcome(None, f'{RETURNED} a table without "score": {_shown(found)}'[:MAX_SAID], is_misuse=True)
-            parts = _numbers_of(found)
-            found = found["score"]
-        if found is None:
+        if isinstance(returned, Mapping):
+            if "score" not in returned:
+                error = f'{RETURNED} a table without "score": {_shown(returned)}'[:MAX_ERROR]
+                return Outcome(None, error, is_misuse=True)
+            parts = _numbers_of(returned)
+            returned = returned["score"]
+        if returned is None:
             return Outcome(None, parts=parts)
-        number = _number(found)
+        number = _number(returned)
         if not self._low <= number <= self._high:
-            shown = f"{RETURNED} {type(found).__name__} {_shown(found)}"[:MAX_SAID]
-            what = f"{shown}, expected a number in [{self._low:g}, {self._high:g}] or None"
-            return Outcome(None, what, is_misuse=True)
+            shown = f"{RETURNED} {type(returned).__name__} {_shown(returned)}"[:MAX_ERROR]
+            error = f"{shown}, expected a number in [{self._low:g}, {self._high:g}] or None"
+            return Outcome(None, error, is_misuse=True)
         return Outcome((number - self._low) / (self._high - self._low), parts=parts)
 
 
@@ -121,7 +123,7 @@ def _value(asked: Asked, name: str) -> Any:
 
 
 def _verl(signature: Signature, asked: Asked) -> dict[str, Any]:
-    """As verl's reward managers call. Its other parameters keep their defaults, whatever fields a row has."""
+    """Arguments as verl's reward managers give them. Other parameters keep their defaults, whatever a row has."""
     row = {name: asked.fields[name] for name in signature.fields if name in asked.fields}
     return _by_name(signature, _verl_values(asked), row)
 
@@ -136,15 +138,16 @@ def _verl_values(asked: Asked) -> dict[str, Any]:
 
 
 def _by_name(signature: Signature, given: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
-    found = {}
-    for name, can_do_without in signature.names.items():
+    """Keyword arguments from `given` and the row's fields; for **kwargs all of these. Unjudged if one lacks."""
+    arguments = dict(row) if signature.is_open and signature.style != "verl" else {}
+    for name, has_default in signature.names.items():
         if name in given:
-            found[name] = given[name]
+            arguments[name] = given[name]
         elif name in row:
-            found[name] = row[name]
-        elif not can_do_without:
+            arguments[name] = row[name]
+        elif not has_default:
             raise Unjudged(missing_field(name, row))
-    return (dict(row) if signature.is_open and signature.style != "verl" else {}) | found
+    return arguments
 
 
 def _columns(signature: Signature, asked: Sequence[Asked]) -> dict[str, list[Any]]:
@@ -152,9 +155,9 @@ def _columns(signature: Signature, asked: Sequence[Asked]) -> dict[str, list[Any
     fields = dict.fromkeys(name for one in asked for name in one.fields)
     row = {name: [one.fields.get(name) for one in asked] for name in fields}
     if signature.style == "trl":
-        chats = [messages_of(one.prompt) for one in asked]  # as TRL does, completions are what prompts are
-        talks = signature.has_messages or (not signature.has_texts and all(chat is not None for chat in chats))
-        completions = [[{"role": "assistant", "content": one.answer}] if talks else one.answer for one in asked]
+        chats = [messages_of(one.prompt) for one in asked]  # as in TRL, completions have the prompts' form
+        as_chat = signature.has_messages or (not signature.has_texts and all(chat is not None for chat in chats))
+        completions = [[{"role": "assistant", "content": one.answer}] if as_chat else one.answer for one in asked]
         prompts = [one.prompt if chat is None else chat for one, chat in zip(asked, chats)]
         given = {"prompts": prompts, "completions": completions}
     elif signature.style == "verl_batch":
@@ -166,7 +169,7 @@ def _columns(signature: Signature, asked: Sequence[Asked]) -> dict[str, list[Any
 
 
 def missing_field(name: str, row: Mapping[str, Any]) -> str:
-    """The complaint about a parameter that has no value."""
+    """The error about a parameter without a value."""
     return (
         f"the grader asks for {name!r}, which is none of {', '.join(SINGLE)} and no field of the row, which has: "
         f"{', '.join(map(str, row)) or 'none'}"
@@ -186,14 +189,14 @@ def _with_options(found: Any, options: Mapping[str, Any]) -> Callable:
 
 
 def explain(grader: Callable, explainer: str | None, kind: str, asked: Asked) -> dict[str, Any]:
-    """Explains how a verdict came about: from the grader's own `explain`, else from the function (kind, answer, gold)
-    of that name; nothing where there is neither."""
+    """Explains a verdict: by the grader's own `explain`, else by the function `explainer` of (kind, answer, gold); {}
+    without either."""
     try:
         if hasattr(grader, "explain"):
             return grader.explain(asked.answer, asked.gold)
         return load_by_name(explainer)(kind, asked.answer, asked.gold) if explainer else {}
     except Exception as error:
-        return {"explanation failed": said(error)}
+        return {"explanation failed": error_text(error)}
 
 
 def _number(found: Any) -> float:
@@ -204,25 +207,25 @@ def _number(found: Any) -> float:
 
 
 def _numbers_of(table: Mapping[Any, Any]) -> dict[str, float]:
-    """The other numbers of a table, as verl logs them; what is no finite number is its owner's."""
+    """The other finite numbers of a table, which are logged as verl does; all else is ignored."""
     named = {k: _number(v) for k, v in table.items() if isinstance(k, str) and k != "score" and not isinstance(v, str)}
     good = [(k, v) for k, v in named.items() if math.isfinite(v) and len(k) <= MAX_PART_NAME and k.isidentifier()]
     return dict(good[:MAX_PARTS])
 
 
-def _failed(error: BaseException) -> Outcome:
+def _failure(error: BaseException) -> Outcome:
     if isinstance(error, TimeoutError):  # of asyncio.wait_for, or of what the grader itself waited for
         return Outcome(None, timed_out=True)
-    return Outcome(None, said(error), is_misuse=isinstance(error, Unjudged))
+    return Outcome(None, error_text(error), is_misuse=isinstance(error, Unjudged))
 
 
-def said(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """An error as the judge reports it, at most 500 characters."""
-    return f"{type(error).__name__}: {_shown(error, str)}"[:MAX_SAID]
+    return f"{type(error).__name__}: {_shown(error, str)}"[:MAX_ERROR]
 
 
 def _shown(found: object, show: Callable[[Any], str] = repr) -> str:
     try:
         return show(found)
-    except Exception:  # such as an int of too many digits
+    except Exception:  # such as that of an int with too many digits
         return "that cannot be shown"

@@ -1,7 +1,7 @@
 """The forms in which a grader is called: by position, by name, or as TRL and verl call theirs; plain, batched, async.
 
     def reward(prompt, answer, gold): ...                                  by position, whatever the names are
-    def reward(answer, level, gold, *, strict=False): ...                  by name: what a parameter is called it gets
+    def reward(answer, level, gold, *, strict=False): ...                  by name: the value of that name
     def reward(answers, golds, level): ...                                 a batch: lists, one place per answer
     def reward(completions, **kwargs): ...                                 TRL's: every field of the rows as a list
     def compute_score(data_source, solution_str, ground_truth, extra_info): ...                             verl's
@@ -21,7 +21,7 @@ from typing import Literal
 SINGLE = ("prompt", "answer", "gold", "agent", "group", "row")
 PLURAL = {f"{name}s": name for name in SINGLE}
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
-PLACES = {"prompt": 0, "solution_str": 1, "gold": 2, "ground_truth": 2}  # of a call by position
+POSITIONS = {"prompt": 0, "solution_str": 1, "gold": 2, "ground_truth": 2}  # of a call by position
 VERL_PLURAL = tuple(f"{name}s" for name in VERL)
 
 
@@ -30,11 +30,11 @@ class Signature:
     """The way a grader is called, as its parameters say.
 
     style      how it is called
-    names      parameters that it is given by name, and whether it can do without each
+    names      parameters that are given by name, and whether each has a default
     is_open    whether it takes every other field, too (**kwargs)
     is_async   it is awaited
-    has_messages, has_texts   TRL's completions are annotated as chat messages, or as texts; else they are what the
-               prompts are
+    has_messages, has_texts   TRL's completions are annotated as chat messages, or as texts; else they have the form of
+               the prompts
     """
 
     style: Literal["position", "names", "batch", "trl", "verl", "verl_batch"]
@@ -57,22 +57,20 @@ class Signature:
     @property
     def wants(self) -> frozenset[str]:
         """Its needs beyond prompt, answer and gold: any of row, agent, group."""
-        found = {PLURAL.get(name, name) for name in self.names} & {"agent", "group"}
+        asked = {PLURAL.get(name, name) for name in self.names} & {"agent", "group"}
         reads_row = (
             self.fields
             or self.is_open
             or self.style in ("trl", "verl", "verl_batch")
             or {"row", "rows"} & self.names.keys()
         )
-        may_read = any(can_do_without and name not in self._given for name, can_do_without in self.names.items())
-        return frozenset(found | ({"row"} if reads_row or may_read else set()))
+        may_read = any(has_default and name not in self._given for name, has_default in self.names.items())
+        return frozenset(asked | ({"row"} if reads_row or may_read else set()))
 
     @property
     def fields(self) -> tuple[str, ...]:
         """Fields of the data's rows that it cannot do without."""
-        return tuple(
-            name for name, can_do_without in self.names.items() if not can_do_without and name not in self._given
-        )
+        return tuple(name for name, has_default in self.names.items() if not has_default and name not in self._given)
 
     @property
     def _given(self) -> tuple[str, ...]:
@@ -86,8 +84,10 @@ class Signature:
         }[self.style]
 
     def __str__(self) -> str:
-        completions = "chat messages" if self.has_messages else "texts" if self.has_texts else "the prompts are"
-        how = {
+        completions = "texts" if self.has_texts else "the prompts are"
+        if self.has_messages:
+            completions = "chat messages"
+        form = {
             "position": "by position, with (prompt, answer, gold)",
             "names": f"by name, with {', '.join(self.names)}",
             "batch": f"with lists, of {', '.join(self.names)}",
@@ -95,7 +95,7 @@ class Signature:
             "verl": f"as verl's, with {', '.join(name for name in self.names if name in VERL)}",
             "verl_batch": f"as verl's, with lists of {', '.join(name for name in self.names if name in VERL_PLURAL)}",
         }[self.style]
-        return how + (", many awaited at once" if self.is_async else "")
+        return form + (", many awaited at once" if self.is_async else "")
 
 
 def signature_of(grader: Callable) -> Signature:
@@ -120,9 +120,9 @@ def form_of(signature: inspect.Signature, *, is_async: bool = False) -> Signatur
         "is_async": is_async,
     }
     if "completions" in names:
-        notes = str(next(p.annotation for p in named if p.name == "completions"))
-        is_chat = any(word in notes for word in ("dict", "Dict", "Mapping"))
-        return Signature("trl", names, has_messages=is_chat, has_texts="str" in notes and not is_chat, **common)
+        annotation = str(next(p.annotation for p in named if p.name == "completions"))
+        is_chat = any(word in annotation for word in ("dict", "Dict", "Mapping"))
+        return Signature("trl", names, has_messages=is_chat, has_texts="str" in annotation and not is_chat, **common)
     if {"solution_str", "ground_truth"} <= names.keys():
         return Signature("verl", names, **common)
     if {"solution_strs", "ground_truths"} <= names.keys():
@@ -133,7 +133,7 @@ def form_of(signature: inspect.Signature, *, is_async: bool = False) -> Signatur
         return Signature("names", names, **common)
     try:
         signature.bind("", "", "")
-        if wrong := [name for place, name in enumerate(names) if PLACES.get(name, place) != place]:
+        if wrong := [name for position, name in enumerate(names) if POSITIONS.get(name, position) != position]:
             raise TypeError(f"{wrong[0]!r} would get another of these")
     except TypeError as error:
         raise ValueError(

@@ -1,8 +1,8 @@
 """The program of a grading worker: reads answers from standard input, writes one verdict per line, knows nothing else.
 
 It is started as a fresh interpreter (never forked, so it holds no CUDA context and no locks of the trainer) and imports
-the standard library and its grader alone. It guards against everything that a kill by the parent
-(guarded_workers.py) would come too late for, or would do unevenly:
+the standard library and its grader alone. It guards against what a kill by the parent
+(guarded_workers.py) would end too late, or at unequal times:
 - time: each answer has an allowance of CPU seconds of this process. The kernel counts them and ends the process with
   SIGPROF, in the middle of C code too; a busy machine changes nothing about it;
 - memory, beside what the import took: RLIMIT_AS turns a giant power into a MemoryError instead of taking the node down;
@@ -31,7 +31,7 @@ from dataclasses import asdict
 from typing import TextIO
 
 from hacpo_grading.judgement import Asked
-from hacpo_grading.workers.grader_calls import GraderCall, explain, said
+from hacpo_grading.workers.grader_calls import GraderCall, error_text, explain
 
 TOKEN_BYTES = 16
 HEADER = struct.Struct(f"!{TOKEN_BYTES}sI")
@@ -45,16 +45,16 @@ def serve(requests: TextIO, replies: int) -> None:
     sys.path[:] = setup["path"]
     try:
         call = GraderCall(setup["name"], setup["options"], setup["reward_range"], setup["patience_s"])
-    except BaseException as error:  # sys.exit among them: the user is to be told of it
-        _say(replies, setup["token"], {"error": said(error)})
+    except BaseException as error:  # sys.exit, too: the user must learn of it
+        _send(replies, setup["token"], {"error": error_text(error)})
         return
     if os.getpid() != pid:
         os._exit(0)  # a child that the grader's file has forked
-    with open("/proc/self/statm") as numbers:  # what CUDA's libraries map is more than any answer needs
+    with open("/proc/self/statm") as numbers:  # CUDA's libraries map more than any answer needs
         memory_bytes = setup["memory_bytes"] + int(numbers.read().split()[0]) * resource.getpagesize()
     with suppress(ValueError):  # an administrator has set a lower limit, which cannot be raised
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    _say(replies, setup["token"], {"ready": asdict(call.signature)})
+    _send(replies, setup["token"], {"ready": asdict(call.signature)})
     for line in requests:
         tasks = [(Asked(**asked | {"group": tuple(asked["group"])}), token) for asked, token in json.loads(line)]
         for together in [tasks] if call.signature.takes_many else [[task] for task in tasks]:
@@ -70,10 +70,10 @@ def serve(requests: TextIO, replies: int) -> None:
             signal.setitimer(signal.ITIMER_PROF, 0.0)
             cpu_s = (time.process_time() - started) / len(together)
             for (_, token), outcome, how in zip(together, graded, explained, strict=True):
-                _say(replies, token, vars(outcome) | {"explanation": how, "cpu_s": cpu_s})
+                _send(replies, token, vars(outcome) | {"explanation": how, "cpu_s": cpu_s})
 
 
-def _say(replies: int, token: str, message: dict) -> None:
+def _send(replies: int, token: str, message: dict) -> None:
     data = json.dumps(message, default=repr).encode()
     if len(data) > MAX_FRAME_BYTES:
         note = {"explanation failed": f"it is longer than {MAX_FRAME_BYTES} bytes"}
@@ -86,7 +86,7 @@ def _say(replies: int, token: str, message: dict) -> None:
         sys.exit(f"a grading worker cannot reply: the trainer is gone, or the grader closed the pipe ({error})")
 
 
-def _leave_with(parent: int) -> None:
+def _end_with_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1.0)
     os.killpg(os.getpid(), signal.SIGKILL)  # its own group: what graders have left running ends, too
@@ -106,5 +106,5 @@ def main() -> None:
     os.dup2(2, 1)
     os.close(nothing)
     os.register_at_fork(after_in_child=lambda: os.closerange(min(requests, replies), max(requests, replies) + 1))
-    threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
     serve(os.fdopen(requests, encoding="ascii"), replies)

@@ -1,4 +1,4 @@
-"""The program that runs an untrusted program, once, on one standard input, and ends with everything it started.
+"""The program that runs an untrusted program, once, on one standard input, and ends everything that this started.
 
 It is started as a fresh interpreter by program.py and reads one JSON line:
     {"program", "stdin", "python", "visible", "cpu_s", "memory_bytes", "num_processes", "disk_bytes", "filter",
@@ -15,7 +15,7 @@ buffers behind descriptors) every few milliseconds, and ends them when it is mor
 The program runs below an init of its own, and when that ends, by itself or with this process, the kernel ends whatever
 is left.
 Without `is_isolated` there are the limits and a new session only: files, network and processes of the user are open to
-the program, and a child that leaves the session stays. None of this is a wall against a hole in the kernel.
+the program, and a child that leaves the session stays. None of this protects from a vulnerability of the kernel.
 Exit status: the program's, 128 + n for signal n, SETUP_FAILED when the program was never started (the reason on
 standard error).
 """
@@ -41,7 +41,7 @@ MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
 SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID = 442, -100, 0x8000, 1, 2
 PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
-# not /dev/zero: a shared mapping of it is memory that nobody sees
+# not /dev/zero: a shared mapping of it is memory that is not counted
 DEVICES = ("null", "urandom", "random")
 ROOT = "/sys"  # where the file tree is made: a mount point that every machine has and no interpreter lies in
 OURS = 2  # this program and its init, which only for root are another user than the program
@@ -55,10 +55,10 @@ BUFFER_SETTING = Path("/proc/sys/net/core/wmem_default")
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def _call(what: str, function, *arguments) -> None:
+def _call(name: str, function, *arguments) -> None:
     if function(*arguments) < 0:
         error = ctypes.get_errno()
-        raise OSError(error, f"{what}: {os.strerror(error)}")
+        raise OSError(error, f"{name}: {os.strerror(error)}")
 
 
 def _mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
@@ -72,8 +72,8 @@ def _die_with_parent(parent: int) -> None:
         os._exit(SETUP_FAILED)
 
 
-def become_alone() -> None:
-    """New namespaces. Inside, INSIDE is this user, or nobody where that is root, who stays 0 to make the file tree."""
+def enter_namespaces() -> None:
+    """Enters new namespaces. Id INSIDE is this user there; for root it is nobody, and root stays 0 to make the tree."""
     parent, user, group = os.getppid(), os.getuid(), os.getgid()
     if user == 0:
         _unshare_below_root()
@@ -86,26 +86,26 @@ def become_alone() -> None:
 
 
 def _unshare_below_root() -> None:
-    """Only a process that stayed outside may give a namespace a second user."""
+    """Unshares as root. A child maps the users: only a process outside may give a namespace a second one."""
     me = os.getpid()
-    is_unshared, say_so = os.pipe()
+    read_end, write_end = os.pipe()
     writer = os.fork()
     if writer == 0:
-        os.close(say_so)
-        if os.read(is_unshared, 1):
+        os.close(write_end)
+        if os.read(read_end, 1):
             for ids in ("uid_map", "gid_map"):
                 Path(f"/proc/{me}/{ids}").write_text(f"0 0 1\n{INSIDE} {NOBODY} 1")
         os._exit(0)
     try:
         _call("unshare", LIBC.unshare, NAMESPACES)
-        os.write(say_so, b"1")
+        os.write(write_end, b"1")
     finally:
-        os.close(say_so)
+        os.close(write_end)
         os.waitpid(writer, 0)
 
 
 def _become_program() -> None:
-    """Root inside gives up its rights for good; another user loses them with the next execve."""
+    """Drops root's rights for good; another user loses them with the next execve."""
     if os.getuid() == 0:
         os.setgroups([])
         os.setresgid(INSIDE, INSIDE, INSIDE)
@@ -128,11 +128,11 @@ def enter_tree(visible: list[str], disk_bytes: int) -> None:
     _mount("none", "/", "", MS_REC | MS_PRIVATE)
     root = ROOT
     _mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
-    # Before what is shown: an interpreter may lie below the machine's /tmp, and a later mount would hide it.
+    # Before the visible folders: an interpreter may lie below /tmp, and a later mount would hide it.
     os.makedirs(f"{root}/tmp")
     _mount("tmpfs", f"{root}/tmp", "tmpfs", MS_NOSUID | MS_NODEV, f"size={disk_bytes},nr_inodes={MAX_INODES},mode=1777")
     for folder in visible:
-        _show(Path(folder), Path(root + folder))
+        _bind(Path(folder), Path(root + folder))
     os.makedirs(f"{root}/dev", exist_ok=True)
     for device in DEVICES:
         Path(f"{root}/dev/{device}").touch()
@@ -147,8 +147,8 @@ def enter_tree(visible: list[str], disk_bytes: int) -> None:
     os.chdir("/tmp")
 
 
-def _show(folder: Path, place: Path) -> None:
-    """The folder at its own place in the tree; a link stays a link, since what it leads to is shown too."""
+def _bind(folder: Path, place: Path) -> None:
+    """Mounts a folder at its own path in the tree; a link stays a link, since its target is visible too."""
     if folder.is_symlink():
         place.parent.mkdir(parents=True, exist_ok=True)
         place.symlink_to(folder.readlink())
@@ -203,7 +203,7 @@ def run_program(order: dict, folder: str) -> int:
 
 
 def _as_init(order: dict) -> None:
-    """The first process of the new pid namespace; with it end all others."""
+    """Runs as the first process of the new pid namespace, whose end ends all others."""
     _call("prctl", LIBC.prctl, PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
         enter_tree(order["visible"], order["disk_bytes"])
@@ -229,7 +229,7 @@ def watch(init: int, memory_bytes: int, buffer_bytes: int) -> int:
 
 
 def _inside(init: int) -> list[Path]:
-    """Facts of /proc about the processes below an init: in its own /proc, else in the machine's, by their parents."""
+    """Folders in /proc of the processes below an init: in its own /proc, else in the machine's, by their parents."""
     own = Path(ROOT, "proc")
     if (own / "1").is_dir():
         return [own / name for name in os.listdir(own) if name.isdigit() and name != "1"]
@@ -275,10 +275,10 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             os.chdir(folder)
             return run_program(order, folder)
-    # what a socket holds is set for the machine, and not to be seen from a network of its own
+    # the machine's setting cannot be read from a network namespace of its own
     buffer_bytes = int(BUFFER_SETTING.read_text()) if BUFFER_SETTING.is_file() else BUFFER_BYTES
     try:
-        become_alone()
+        enter_namespaces()
     except OSError as error:
         print(f"no namespaces of its own: {error}", file=sys.stderr, flush=True)
         return SETUP_FAILED

@@ -2,9 +2,9 @@
 
 Three kinds are refused. Calls that hold memory outside every address space, since the bound on memory (sandbox.py)
 could not see it: memfd, shared anonymous mappings (they outlive what is unmapped of them), SysV and POSIX queues,
-kernel rings, pages given to pipes, buffers made larger than their default. Doors into the kernel that no answer needs:
-io_uring, bpf, perf, keys, modules, mounts, new namespaces, other processes' memory. And all sockets but those between
-own processes.
+kernel rings, pages given to pipes, buffers made larger than their default. Interfaces that no answer
+needs: io_uring, bpf, perf, keys, modules, mounts, new namespaces, other processes' memory. And all sockets but those
+between own processes.
 A call of another architecture (32 bits, x32) ends the program. Elsewhere: who installs the filter (sandbox.py).
 """
 
@@ -71,18 +71,18 @@ def filter_program(machine: str) -> bytes:
     """The filter for a machine (`os.uname().machine`), as the kernel takes it. ValueError for one not known here."""
     if machine not in MACHINES:
         raise ValueError(f"no filter of system calls is known for {machine}; known: {', '.join(MACHINES)}")
-    place, architecture = MACHINES[machine]
+    column, architecture = MACHINES[machine]
     steps = [(LOAD, 0, 0, ARCHITECTURE), (IF_EQUAL, 1, 0, architecture), (RETURN, 0, 0, KILL), (LOAD, 0, 0, NUMBER)]
     if machine == "x86_64":
         steps += [(IF_AT_LEAST, 0, 1, X32), (RETURN, 0, 0, KILL)]
     for numbers in REFUSED.values():
-        if numbers[place] is not None:
-            steps += _refuse(numbers[place], errno.EPERM)
+        if numbers[column] is not None:
+            steps += _refuse(numbers[column], errno.EPERM)
     steps += _refuse(CLONE3, errno.ENOSYS)
     for condition in CONDITIONS:
         jumps = (0, 1) if condition.is_refused_when_equal else (1, 0)
         steps += [
-            (IF_EQUAL, 0, 5, condition.numbers[place]),
+            (IF_EQUAL, 0, 5, condition.numbers[column]),
             (LOAD, 0, 0, ARGUMENTS + 8 * condition.argument),
             (AND, 0, 0, condition.mask),
             (IF_EQUAL, *jumps, condition.value),

@@ -1,9 +1,9 @@
-"""One grading worker seen from outside: its pipes, what it says, and whether it works or sleeps.
+"""One grading worker as its parent sees it: its pipes, its replies, and whether it works or sleeps.
 
 A worker is one process of a group of its own, which ends with it. Its messages are frames (grading_worker.py); each
-repeats the random token of the task that it answers, so whatever a grader writes into the pipe is known for no reply.
-Its prints are passed on; while its grader is loaded only the beginning, and a grader that never ends to print then
-is ended.
+repeats the random token of the task that it answers, so text that a grader writes into the pipe is never taken for a
+reply. Its prints are passed on; while its grader is loaded only the beginning, and a grader that prints without end
+then is ended.
 Elsewhere: which tasks it gets and what its end means for them (guarded_workers.py).
 """
 
@@ -27,11 +27,11 @@ from hacpo_grading.workers.grading_worker import HEADER, MAX_FRAME_BYTES, TOKEN_
 
 PROGRAM = Path(__file__).with_name("start_worker.py")
 READ_BYTES = 1 << 16
-# Bytes that are shown of a grader's prints while it is loaded, and the most that are taken of them.
+# Bytes of a grader's prints while it is loaded: those that are passed on, and the most before it is ended.
 SHOWN_BYTES, MOST_BYTES = 1 << 16, 1 << 24
-LAST_WORDS_S = 1.0
-# A process that uses less of a span than this, with nothing ready to run at its end, was asleep.
-RESTING_SHARE = 0.1
+PRINTS_END_S = 1.0
+# A process that used less than this share of a span, with no thread ready to run at its end, was asleep.
+SLEEPING_SHARE = 0.1
 TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 REPLY_TYPES: Mapping[str, Any] = {
     "reward": (float, type(None)),
@@ -44,12 +44,12 @@ REPLY_TYPES: Mapping[str, Any] = {
 }
 
 
-class _NotOurs(Exception):
-    """Something that is no reply has come out of a worker's pipe: its grader has written there."""
+class _NotAReply(Exception):
+    """Raised for bytes in a worker's pipe that are no reply: its grader has written there."""
 
 
 class Worker:
-    """One process and the tasks it holds; the first of `tasks` is the one it is at, and `deadline` is that one's.
+    """One process and its tasks; the first of `tasks` is the current one, to which `deadline` applies.
 
     has_flooded   whether its grader printed more than MOST_BYTES while it was loaded, which ended it
     """
@@ -67,12 +67,12 @@ class Worker:
         )
         self.tasks: collections.deque[int] = collections.deque()
         self.num_finished = 0
-        self.is_ready = self.is_gone = self.has_intruder = self.has_flooded = False
+        self.is_ready = self.is_gone = self.has_stray_output = self.has_flooded = False
         self.began = time.monotonic()
         self.deadline = self.began + limit_s
-        self._printing = threading.Thread(target=self._pass_on, name="printing", daemon=True)
+        self._printing = threading.Thread(target=self._forward_prints, name="printing", daemon=True)
         self._printing.start()
-        self.rest = Rest(self.process.pid)
+        self.sleep = SleepTime(self.process.pid)
         self._unread = bytearray()
         self._tokens = collections.deque([_token()])
         self._write(setup | {"token": self._tokens[0].hex()})
@@ -86,10 +86,10 @@ class Worker:
         return self._write([[fields, token.hex()] for fields, token in asked])
 
     def begin(self, limit_s: float) -> None:
-        """It is at the next answer now."""
+        """Starts the limits of the next answer."""
         self.began = time.monotonic()
         self.deadline = self.began + limit_s
-        self.rest.begin()
+        self.sleep.begin()
 
     def _write(self, message: Any) -> bool:
         """Sends a message to a worker that is reading: it is idle, so the pipe cannot stay full."""
@@ -102,7 +102,7 @@ class Worker:
         return True
 
     def read(self) -> list[dict[str, Any]] | None:
-        """The replies that have arrived; None when the process is gone. `has_intruder`: what follows them is none."""
+        """The replies that have arrived; None when the process is gone. Sets `has_stray_output` for other bytes."""
         data = self.process.stdout.read(READ_BYTES)
         if not data:
             return None
@@ -110,15 +110,15 @@ class Worker:
         replies = []
         try:
             replies.extend(self._frames())  # it keeps those before an error
-        except _NotOurs:
-            self.has_intruder = True
+        except _NotAReply:
+            self.has_stray_output = True
         return replies
 
     def _frames(self) -> Iterator[dict[str, Any]]:
         while len(self._unread) >= HEADER.size:
             token, num_bytes = HEADER.unpack_from(self._unread)
             if not self._tokens or token != self._tokens[0] or num_bytes > MAX_FRAME_BYTES:
-                raise _NotOurs
+                raise _NotAReply
             if len(self._unread) < HEADER.size + num_bytes:
                 return
             payload = bytes(self._unread[HEADER.size : HEADER.size + num_bytes])
@@ -126,9 +126,9 @@ class Worker:
             self._tokens.popleft()
             yield _reply(payload, is_first=not self.is_ready)
         if self._unread and not self._tokens:
-            raise _NotOurs
+            raise _NotAReply
 
-    def _pass_on(self) -> None:
+    def _forward_prints(self) -> None:
         """Copies what the process and its children print to standard error, until the last of them has ended."""
         num_bytes = 0
         with self.process.stderr as printed:
@@ -145,7 +145,7 @@ class Worker:
         """Closes the pipes of another process's worker, which this process has by a fork."""
         for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
             pipe.close()
-        self.process.poll()  # else it would be asked for when this object goes
+        self.process.poll()  # else Popen would warn of a running process when it is collected
 
     def end(self, patience_s: float) -> int:
         """Closes the worker, waits, kills it if it stays, and reaps it with its group. Returns its exit status."""
@@ -155,9 +155,9 @@ class Worker:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        with suppress(ProcessLookupError):  # as it should be: no grader has left anything running
+        with suppress(ProcessLookupError):  # the usual case: no grader has left anything running
             os.killpg(self.process.pid, signal.SIGKILL)
-        self._printing.join(LAST_WORDS_S)  # a child that has left the group may hold the pipe
+        self._printing.join(PRINTS_END_S)  # a child that has left the group may hold the pipe
         self.process.stdout.close()
         return self.process.returncode
 
@@ -167,17 +167,17 @@ def _token() -> bytes:
 
 
 def _reply(payload: bytes, is_first: bool) -> dict[str, Any]:
-    """A reply with the fields and types that a worker sends. _NotOurs for any other."""
+    """A reply with the fields and types that a worker sends. _NotAReply for any other."""
     try:
         reply = json.loads(payload)
     except (ValueError, RecursionError) as error:
-        raise _NotOurs from error
+        raise _NotAReply from error
     if is_first and isinstance(reply, dict) and reply.keys() in ({"ready"}, {"error"}):
         return reply
     if is_first or not isinstance(reply, dict) or reply.keys() != REPLY_TYPES.keys():
-        raise _NotOurs
+        raise _NotAReply
     if not all(isinstance(reply[name], kinds) for name, kinds in REPLY_TYPES.items()):
-        raise _NotOurs
+        raise _NotAReply
     return reply
 
 
@@ -189,11 +189,11 @@ class Activity:
     is_runnable: bool
 
 
-class Rest:
-    """The time that a process has slept since `begin`.
+class SleepTime:
+    """Seconds that a process has slept since `begin`.
 
-    A machine too crowded to give it its turn is no sleep: then a thread is runnable. Nor is waiting for a disk, or for
-    a child that works.
+    Waiting for a processor does not count: then a thread is runnable. Nor does waiting for a disk, or for a child that
+    works.
     """
 
     def __init__(self, pid: int) -> None:
@@ -201,26 +201,26 @@ class Rest:
         self.begin()
 
     def begin(self) -> None:
-        """A new answer."""
+        """Starts at 0 for a new answer."""
         self.seconds = 0.0
-        self._seen: tuple[float, Activity] | None = None
+        self._last: tuple[float, Activity] | None = None
 
-    def look(self, span_s: float) -> None:
-        """Adds what it has slept since the last look, `span_s` at most: this process may have been stopped, too."""
+    def sample(self, span_s: float) -> None:
+        """Adds the sleep since the last sample, at most twice `span_s`: this process may have been stopped, too."""
         now = time.monotonic()
-        if self._seen is not None and now - self._seen[0] < span_s:
+        if self._last is not None and now - self._last[0] < span_s:
             return
         activity = activity_of(self._pid)
-        if self._seen is not None:
-            then, before = self._seen
+        if self._last is not None:
+            then, before = self._last
             worked_s = activity.cpu_s - before.cpu_s
-            if not activity.is_runnable and worked_s <= max(TICK_S, RESTING_SHARE * (now - then)):
+            if not activity.is_runnable and worked_s <= max(TICK_S, SLEEPING_SHARE * (now - then)):
                 self.seconds += min(now - then, 2.0 * span_s)
-        self._seen = now, activity
+        self._last = now, activity
 
 
 def activity_of(pid: int) -> Activity:
-    """Activity of a process and its descendants, by /proc; one that has ended is at rest."""
+    """Activity of a process and its descendants, by /proc; one that has ended is inactive."""
     ticks, is_runnable, pids = 0, False, [pid]
     while pids:
         folder = f"/proc/{pids.pop()}"
