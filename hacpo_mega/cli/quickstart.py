@@ -8,7 +8,7 @@ import typer
 
 from hacpo_mega.cli.start import Overrides
 from hacpo_mega.jobs.installed_files import installed_files
-from hacpo_mega.jobs.local import AT_ONCE, DEFERRED
+from hacpo_mega.jobs.local import CHECKPOINT_SIGNALS, END_SIGNALS
 
 
 def quickstart(
@@ -24,7 +24,7 @@ def quickstart(
 def _run(*words: str) -> int:
     """Exit code of `hacpo-mega WORDS` in a process of its own, which is sent every signal that this one gets."""
     process = subprocess.Popen([sys.executable, "-P", "-m", "hacpo_mega.cli", *words])
-    for number in (*DEFERRED, *AT_ONCE):
+    for number in (*CHECKPOINT_SIGNALS, *END_SIGNALS):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda number, _: process.send_signal(number))
     code = process.wait()

@@ -28,8 +28,8 @@ from hacpo_mega.config import Config
 from hacpo_mega.config.checks.checks import batch_problems, find_problems, named_models
 from hacpo_mega.config.load import load_unchecked
 from hacpo_mega.config.tables.slurm import time_note
-from hacpo_mega.jobs.attempts import MOST_IN_VAIN, goes_in_circles, record_attempt
-from hacpo_mega.jobs.local import words_of
+from hacpo_mega.jobs.attempts import MAX_CRASHES, is_crash_loop, record_attempt
+from hacpo_mega.jobs.local import train_arguments
 from hacpo_mega.models.files.visible import say
 
 
@@ -67,7 +67,7 @@ def slurm(
     from hacpo_mega.jobs.slurm_script import prepare, submit
 
     branch = None if branch is None else branch.absolute()
-    options = words_of(StartOptions(accept=accept or [], branch=branch, last_whole=last_whole))
+    options = train_arguments(StartOptions(accept=accept or [], branch=branch, last_whole=last_whole))
     if dry_run:
         config = _placed(config_file, overrides or [])
         job = prepare(config, options, for_any_cluster=True)
@@ -146,10 +146,10 @@ def begin_attempt(run_dir: Path) -> None:
         return
     (job, attempt), step = found, max(committed_steps(run_dir), default=0)
     is_first = is_first_of_the_job()
-    if goes_in_circles(run_dir, job, attempt, step):
+    if is_crash_loop(run_dir, job, attempt, step):
         if is_first:
             say(
-                f"{run_dir} does not get past step {step}: {MOST_IN_VAIN} attempts of this job began after it, "
+                f"{run_dir} does not get past step {step}: {MAX_CRASHES} attempts of this job began after it, "
                 "committed no other and died. Their logs say why; mend it and start again",
                 file=sys.stderr,
             )

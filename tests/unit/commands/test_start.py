@@ -19,11 +19,11 @@ from hacpo_mega.cli.start import UNUSED, absent
 from hacpo_mega.cluster.groups.spans import Spans
 from hacpo_mega.cluster.machine.environment import LAUNCHER_PID, used_since_begin
 from hacpo_mega.jobs.forked_rank import ForkedRank
-from hacpo_mega.jobs.local import AT_ONCE, DEFERRED, run_on_this_machine
+from hacpo_mega.jobs.local import CHECKPOINT_SIGNALS, END_SIGNALS, run_on_this_machine
 from hacpo_mega.logbook.files.metrics import Metrics
 from hacpo_mega.logbook.steps.start_parts import StartParts
 
-SIGNALS = (*DEFERRED, *AT_ONCE)
+SIGNALS = (*CHECKPOINT_SIGNALS, *END_SIGNALS)
 # The state of a process when it begins. A fresh interpreter raises KeyboardInterrupt, until a rank says otherwise.
 LOOK = f"""
 import atexit, json, os, signal, sys, threading
