@@ -11,9 +11,7 @@ from hacpo_mega.jobs.installed_files import installed_files
 from hacpo_mega.jobs.local import CHECKPOINT_SIGNALS, END_SIGNALS
 
 
-def quickstart(
-    overrides: Overrides = None,
-) -> None:
+def quickstart(overrides: Overrides = None) -> None:
     """Make two tiny models, train them together and write the report: runs/quickstart, a few minutes on two cores."""
     file = installed_files("configs") / "quickstart.toml"
     for command in ("init", "train"):
@@ -28,4 +26,4 @@ def _run(*words: str) -> int:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda number, _: process.send_signal(number))
     code = process.wait()
-    return code if code >= 0 else 128 - code
+    return code if code >= 0 else 128 - code  # ended by a signal: 128 and its number, as in a shell
