@@ -7,20 +7,22 @@ from contextlib import suppress
 
 
 def main() -> None:
-    """Runs the command line in a process of its own, which ends without taking its libraries down.
+    """Runs the command line, and ends the process without the teardown of its libraries.
 
-    Taking them down takes seconds, and output of Triton and vLLM would bury the line with the reason. Threads are
-    joined and exit handlers run as always: this is the last of them.
+    The teardown takes seconds, and output of Triton and vLLM would bury the line with the reason. Threads are joined
+    and exit handlers run as always: the one registered here runs last.
     """
     status, process = 1, os.getpid()
-    for name in ("stdin", "stdout", "stderr"):  # in the order of their numbers, of which each file takes the first
-        if getattr(sys, name) is None:  # closed: a file of ours would take its number, and what libraries print
-            os.set_inheritable(nowhere := os.open(os.devnull, os.O_RDWR), True)
-            setattr(sys, name, os.fdopen(nowhere, "r+", encoding="utf-8"))
-    sys.stdout.reconfigure(errors="backslashreplace")  # a locale may lack a sign (zh_CN.GBK, PYTHONIOENCODING)
+    # A closed stream leaves its number to the next file that is opened, which would get what libraries print. The order
+    # is that of the numbers: an opened file takes the lowest that is free.
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            os.set_inheritable(null := os.open(os.devnull, os.O_RDWR), True)
+            setattr(sys, name, os.fdopen(null, "r+", encoding="utf-8"))
+    sys.stdout.reconfigure(errors="backslashreplace")  # a locale may lack a character (zh_CN.GBK, PYTHONIOENCODING)
 
     def end() -> None:
-        if os.getpid() != process:  # forked from it, with an end of its own
+        if os.getpid() != process:  # a forked child, which ends in its own way
             return
         for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed
             with suppress(OSError):  # the reader may be gone
@@ -34,10 +36,10 @@ def main() -> None:
         app.main()
         status = 0
     except SystemExit as error:
-        if not isinstance(error.code, str):  # which is printed, and a failure
+        if not isinstance(error.code, str):  # Python prints a text, and the status stays 1
             status = error.code or 0
         raise
-    except KeyboardInterrupt:  # while it loads, for seconds from a slow disk
+    except KeyboardInterrupt:  # during imports, which take seconds from a slow disk
         status = 130
 
 

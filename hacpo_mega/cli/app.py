@@ -56,20 +56,20 @@ from hacpo_mega.jobs.attempts import record_termination
 from hacpo_mega.logbook.run.provenance import finished_notice, installed_versions
 from hacpo_mega.models.files.visible import say
 
-# Options by which other trainers are given their configuration.
-CONFIGURATION = ("config", "config_file", "config_path", "config_name", "file")
+# Options of other trainers for the configuration.
+CONFIGURATION_OPTIONS = ("config", "config_file", "config_path", "config_name", "file")
 
 
 class _Commands(typer.core.TyperGroup):
-    """Lists the commands with all of their first lines, where click would cut them; knows a key given as an option."""
+    """Lists the commands with their whole first lines, which click would cut, and explains a key given as an option."""
 
     def invoke(self, ctx: typer.Context) -> Any:
         given = [*ctx._protected_args, *ctx.args]
         try:
             return super().invoke(ctx)
         except Exception as error:
-            # click's error by its name: later versions of typer have a click of their own
-            message = _as_a_key(error, given) if type(error).__name__ == "NoSuchOption" else None
+            # The error is known by its name, since later versions of typer bring their own copy of click.
+            message = _key_suggestion(error, given) if type(error).__name__ == "NoSuchOption" else None
             if message is not None:
                 raise ValueError(message) from error
             raise
@@ -80,16 +80,16 @@ class _Commands(typer.core.TyperGroup):
             formatter.write_dl([(name, " ".join(command.help.split())) for name, command in commands])
 
 
-def _as_a_key(error: Any, given: list[str]) -> str | None:
-    """An unknown option such as --num_steps 5, written as key=value; None if it is no key."""
+def _key_suggestion(error: Any, given: list[str]) -> str | None:
+    """The error text for an option such as --num_steps 5 that should be key=value; None if it is no key."""
     option, command = error.option_name, error.ctx.command
     if not any(parameter.name == "overrides" for parameter in command.params):
         return None
-    place = next((n for n, word in enumerate(given) if word.partition("=")[0] == option), len(given))
-    word, *after = [*given[place : place + 2], ""]
-    value = word.partition("=")[2] or (after[0] if after[0][:1] != "-" else "")
+    index = next((n for n, word in enumerate(given) if word.partition("=")[0] == option), len(given))
+    word, after, *_ = [*given[index : index + 2], "", ""]
+    value = word.partition("=")[2] or ("" if after.startswith("-") else after)
     name = option.lstrip("-").replace("-", "_")
-    if name in CONFIGURATION:
+    if name in CONFIGURATION_OPTIONS:
         return f"{option}: there is no such option; write hacpo-mega {error.ctx.info_name} {value or 'CONFIG'}"
     keys = list(keys_of(Config))
     key = name if name in keys else nearest_key(name)
@@ -146,7 +146,7 @@ def init(config_file: ConfigFile, overrides: Overrides = None) -> None:
     if not inside_a_job() and not missing:
         say("every model folder exists: nothing to create")
         return
-    if not this_process_is_a_rank(config, "hacpo_mega.commands.warm_start", door="hacpo_mega.megatron.actor"):
+    if not this_process_is_a_rank(config, "hacpo_mega.commands.warm_start", heavy="hacpo_mega.megatron.actor"):
         return
     from hacpo_mega.commands.warm_start import initialize
 
@@ -163,10 +163,11 @@ def train(
     last_whole: LastWhole = False,
 ) -> None:
     """Train all agents of a configuration together; a run that run_dir holds goes on from its last checkpoint."""
-    how = StartOptions(fresh=fresh, accept=accept or [], branch=branch, last_whole=last_whole)
-    config = load_checked(config_file, overrides, with_models=True, before_download=partial(_require_inputs, how=how))
-    if not inside_a_job():  # a job's ranks look and read when they start, before they load a model
-        if num_repeated := _require_inputs(config, how):
+    options = StartOptions(fresh=fresh, accept=accept or [], branch=branch, last_whole=last_whole)
+    require_inputs = partial(_require_inputs, options=options)
+    config = load_checked(config_file, overrides, with_models=True, before_download=require_inputs)
+    if not inside_a_job():  # the ranks of a job check this when they start, before they load a model
+        if num_repeated := require_inputs(config):
             say(f"{num_repeated:,} rows of data.files left out whose prompt an earlier one has (data.repeated)")
         require_room(config, fresh=fresh)
     if not fresh and (message := finished_notice(config.run_dir, config.num_steps, committed_steps(config.run_dir))):
@@ -176,10 +177,10 @@ def train(
     if not this_process_is_a_rank(config, "hacpo_mega.trainer.trainer"):
         return
     begin_attempt(config.run_dir)
-    is_first = is_first_of_the_job()  # an engine leaves other variables behind
+    is_first = is_first_of_the_job()  # asked here, since an engine changes the variables that say so
     from hacpo_mega.trainer.trainer import Trainer
 
-    with Trainer(config, **how) as trainer:
+    with Trainer(config, **options) as trainer:
         is_done = trainer.fit()
         if is_done and config.logging.report != "never":
             trainer.write_report()
@@ -189,7 +190,7 @@ def train(
         raise typer.Exit(RESUMABLE)
 
 
-def _require_inputs(config: Config, how: StartOptions) -> int:
+def _require_inputs(config: Config, options: StartOptions) -> int:
     """Checks a run's inputs; returns the number of rows of data.files that are left out as repeated (data.repeated).
 
     ValueError for a run that cannot go on as asked, for rows that are no prompts, and for too few processes.
@@ -198,14 +199,15 @@ def _require_inputs(config: Config, how: StartOptions) -> int:
     from hacpo_mega.logbook.files.metrics import require_readable_metrics
     from hacpo_mega.logbook.run.run_inputs import start_with_same_inputs
 
-    if start_with_same_inputs(config, **how) is not None and committed_steps(config.run_dir) and not how["fresh"]:
+    start = start_with_same_inputs(config, **options)
+    if start is not None and committed_steps(config.run_dir) and not options["fresh"]:
         require_readable_metrics(config.run_dir)
     num_repeated = require_good_files(config)
     require_processes(RankMap.of(config), config.reward.num_workers)
     return num_repeated
 
 
-# Packages beside this one register commands of theirs, as hacpo_lab does in setup.py.
+# Commands that other packages register, as hacpo_lab does in setup.py.
 for _entry in entry_points(group="hacpo_mega.commands"):
     app.command(name=_entry.name)(_entry.load())
 app.command()(preflight)
@@ -262,32 +264,32 @@ app.command()(serve)
 
 
 def main() -> None:
-    """Entry point. Errors that the user can mend are shown without a traceback: his input (2), a store or disk (1)."""
+    """Entry point. Wrong input (2), and an unreachable rank 0 or a full disk (1), are reported without a traceback."""
     try:
-        _require_folder()
+        _require_current_folder()
         app()
     except ValueError as error:
         say(error, file=sys.stderr)
         sys.exit(2)
     except Unreachable as error:
-        if str(error):  # else another rank says it
+        if str(error):  # else another rank prints the reason
             say(error, file=sys.stderr)
         sys.exit(FAILED)
-    except Exception as error:  # a fault of ours may quote foreign text, which a terminal would obey
-        say(_of_a_full_disk(error) or "".join(traceback.format_exception(error)).rstrip(), file=sys.stderr)
+    except Exception as error:  # `say` escapes control characters, which a traceback may quote from foreign texts
+        say(_disk_full_message(error) or "".join(traceback.format_exception(error)).rstrip(), file=sys.stderr)
         sys.exit(1)
 
 
-def _require_folder() -> None:
-    """ValueError where the folder that this process is in has been removed: no path counts from it."""
+def _require_current_folder() -> None:
+    """ValueError if the current folder has been removed: no relative path has a meaning then."""
     try:
         os.getcwd()
     except FileNotFoundError as error:
         raise ValueError("the current folder does not exist any more: change to one that does") from error
 
 
-def _of_a_full_disk(error: Exception) -> str | None:
-    """The message if a file, or a command's output, found no room; None for any other error."""
+def _disk_full_message(error: Exception) -> str | None:
+    """The message if the disk was full for a file or the command's output; None for any other error."""
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return None
     return f"{error.filename or 'what this command prints'} cannot be written: {error.strerror}"

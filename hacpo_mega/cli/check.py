@@ -99,24 +99,24 @@ def notes(config: Config) -> Iterator[str]:
 
 
 def _settings(config_file: Path, config: Config) -> str:
-    """Every table's values that differ from the default, a paragraph each."""
+    """Values that differ from the default, a paragraph for every table."""
     lines = [f"{_cut(str(config_file), WIDTH - 49)}: what is not the default (--resolved: every key)"]
     for name, table in differing(config).items():
-        keys = [f"{key} = {_cut(value)}" for key, value in table.items() if not _is_elsewhere(name, key)]
-        if num_inside := sum(key.startswith("init.") for key in table):
-            keys.append(f"init = {{ {num_inside} keys }}")
+        keys = [f"{key} = {_cut(value)}" for key, value in table.items() if not _is_left_out(name, key)]
+        if num_init := sum(key.startswith("init.") for key in table):
+            keys.append(f"init = {{ {num_init} keys }}")
         if keys:
             lines += _filled(f"{name}: " if name else "", keys)
     return "\n".join(lines)
 
 
-def _is_elsewhere(table: str, key: str) -> bool:
-    """True if the key is shown elsewhere on the screen, or is about a model that is still to be made."""
+def _is_left_out(table: str, key: str) -> bool:
+    """True if the key is shown elsewhere on the screen, or is one of the many of agents.init, which are counted."""
     return table.startswith("agents.") and (key == "model" or key.startswith("init."))
 
 
 def _filled(head: str, items: Sequence[str]) -> Iterator[str]:
-    """Items with commas between them, in lines of at most WIDTH characters; none is cut at a space of its own."""
+    """Items with commas between them, in lines of at most WIDTH characters; no line ends inside an item."""
     line = f"  {head}{items[0]}"
     for item in items[1:]:
         if len(line) + len(item) + 3 > WIDTH:
@@ -129,15 +129,15 @@ def _filled(head: str, items: Sequence[str]) -> Iterator[str]:
 
 def _agents(config: Config, budgets: dict[str, Budget]) -> Iterator[str]:
     """A line for the model of every agent."""
-    wide = max(len(agent.name) for agent in config.agents)
+    width = min(20, max(len(agent.name) for agent in config.agents))
     for agent in config.agents:
         architecture = architecture_of(agent)
-        words = f"{agent.name:{min(wide, 20)}}  {architecture.family}, {model_size(budgets[agent.name])}  "
-        yield f"{words}{_cut(str(agent.model), max(20, WIDTH - len(words)))}"
+        text = f"{agent.name:{width}}  {architecture.family}, {model_size(budgets[agent.name])}  "
+        yield f"{text}{_cut(str(agent.model), max(20, WIDTH - len(text)))}"
 
 
 def _cut(text: str, most: int = MOST_OF_A_VALUE) -> str:
-    """A text of at most `most` characters: of a longer one its beginning and its end."""
+    """A text of at most `most` characters: a longer one keeps its beginning and its end."""
     if len(text) <= most:
         return text
     head = (most - 3) // 3
@@ -145,7 +145,7 @@ def _cut(text: str, most: int = MOST_OF_A_VALUE) -> str:
 
 
 def _wrapped(line: str) -> str:
-    """A line as a terminal's width breaks it at spaces; whole where a file or a pipe takes it."""
+    """A line broken at spaces to the width of the terminal; unbroken in a file or a pipe."""
     if not sys.stdout.isatty():
         return line
     width = max(40, shutil.get_terminal_size().columns)
@@ -154,8 +154,8 @@ def _wrapped(line: str) -> str:
 
 def _what_next(config_file: Path, overrides: Sequence[str], config: Config, ranks: RankMap) -> str:
     """The last line: the command that trains by this configuration."""
-    words = shlex.join([str(config_file), *overrides])
+    arguments = shlex.join([str(config_file), *overrides])
     on_cluster = config.slurm != SlurmConfig() or ranks.num_devices > max(1, config.slurm.gpus_per_node)
-    command = f"hacpo-mega {'slurm' if on_cluster else 'train'} {words}"
-    first = f"first make the models: hacpo-mega init {words}\n" if missing_models(config) else ""
+    command = f"hacpo-mega {'slurm' if on_cluster else 'train'} {arguments}"
+    first = f"first make the models: hacpo-mega init {arguments}\n" if missing_models(config) else ""
     return f"{first}ok: train with {command}"

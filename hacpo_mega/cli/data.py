@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hacpo_mega.cli.start import find_own_code_here
+from hacpo_mega.cli.start import add_current_folder
 from hacpo_mega.config.user_code import parse_options
 from hacpo_mega.models.files.visible import say
 
@@ -69,12 +69,13 @@ def grade(
     from hacpo_mega.commands.grade import grade as grade_answers
 
     options = parse_options(option or [])
-    find_own_code_here()
+    add_current_folder()
     with Judge(reward, workers, timeout_s, options=options, start_timeout_s=start_timeout_s) as judge:
         _print_findings(grade_answers(file, out, judge, explain, pred_field, gold_field))
 
 
-def _print_findings(*findings: "Findings") -> None:
-    say("\n".join(line for found in findings for line in found.lines))
-    if not all(found.is_sound for found in findings):
+def _print_findings(*all_findings: "Findings") -> None:
+    """Prints the lines of all; exit code 1 unless all are sound."""
+    say("\n".join(line for findings in all_findings for line in findings.lines))
+    if not all(findings.is_sound for findings in all_findings):
         raise typer.Exit(1)

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from click import HelpFormatter
 
-from hacpo_mega.cli.start import Trust, fetch_missing, find_own_code_here, is_one_of
+from hacpo_mega.cli.start import Trust, add_current_folder, fetch_missing, is_rank_of
 from hacpo_mega.cluster.machine.environment import inside_a_job, prepare_environment, reads_first
 from hacpo_mega.config.describe import describe_fields
 from hacpo_mega.evaluation.keys import EvaluationReward, EvaluationTable, read_words
@@ -43,9 +43,9 @@ def evaluate_model(
     (name, *files), table, notices = read_words(words)
     for notice in notices if reads_first() else ():
         say(notice, file=sys.stderr)
-    prepare_environment()  # torch reads how loud it may be when it is imported
+    prepare_environment()  # before the import of torch, which reads its log levels then
     if trust:
-        find_own_code_here()
+        add_current_folder()
     from hacpo_mega.evaluation.answers import require_place
     from hacpo_mega.evaluation.settings import ask, benchmarks_of, require_judge, require_weights
 
@@ -58,7 +58,7 @@ def evaluate_model(
         settings = replace(settings, model=model_folder(given))
     if reads_first():
         require_weights(settings)
-    if not is_one_of(table.tp * table.engines, "hacpo_mega.evaluation.evaluate"):
+    if not is_rank_of(table.tp * table.engines, "hacpo_mega.evaluation.evaluate"):
         return
     from hacpo_mega.evaluation.evaluate import evaluate
     from hacpo_mega.evaluation.table import print_table
@@ -67,8 +67,8 @@ def evaluate_model(
         print_table(evaluation)
 
 
-PROBE_S = 5.0  # for a program that has the name of a socket
-# Keys of an evaluation that an endpoint has, too.
+PROBE_S = 5.0  # limit of a connection to a socket file
+# Keys of an evaluation that an endpoint reads, too.
 SERVED = {"tp", "seed", "temperature", "max_prompt_tokens", "max_answer_tokens", "chat_template", "system_prompt"}
 SERVED |= {"chat_template_kwargs"}
 
@@ -87,22 +87,22 @@ def serve(
     """Serve a model over HTTP as a run does to agent programs: OpenAI's chat route and vLLM's token route."""
     (name, *others), table, _ = read_words(words)
     if others or (unread := sorted(table.model_fields_set - SERVED)):
-        found = others[0] if others else unread[0]
-        raise ValueError(f"{found}: serve takes one model and the keys {', '.join(sorted(SERVED))}")
-    prepare_environment()  # torch reads how loud it may be when it is imported
+        refused = others[0] if others else unread[0]
+        raise ValueError(f"{refused}: serve takes one model and the keys {', '.join(sorted(SERVED))}")
+    prepare_environment()  # before the import of torch, which reads its log levels then
     from hacpo_mega.evaluation.settings import NO_ENVIRONMENT, ask, require_weights
 
     given = given_path(name)
     if not inside_a_job():
         if socket is not None:
-            _require_name(socket)
+            _require_free(socket)
         fetch_missing([given])
-    # nothing is judged or played here, so code of a run for that is not asked about
+    # Nothing is judged or played here, so no trust is required for a run's code for it.
     unused = {"environment": NO_ENVIRONMENT, "reward": EvaluationReward(kind="exact")}
     settings = ask(table.model_copy(update=unused), model_folder(given), (), trust=trust)
     if reads_first():
         require_weights(settings)
-    if not is_one_of(table.tp, "hacpo_mega.commands.serve"):
+    if not is_rank_of(table.tp, "hacpo_mega.commands.serve"):
         return
     from hacpo_mega.commands import serve as endpoint
 
@@ -110,14 +110,14 @@ def serve(
     endpoint.serve(settings, folder.name, tp=table.tp, socket=socket, temperature=table.temperature)
 
 
-def _require_name(path: Path) -> None:
-    """Removes a socket file that a killed endpoint has left. ValueError, one line, where none can be made."""
-    with Socket(AF_UNIX) as probe, Socket(AF_UNIX) as tried:
+def _require_free(path: Path) -> None:
+    """Removes a socket file that a killed endpoint has left. ValueError, one line, if none can be made there."""
+    with Socket(AF_UNIX) as probe, Socket(AF_UNIX) as trial:
         probe.settimeout(PROBE_S)
         try:
             if path.is_socket() and probe.connect_ex(str(path)) == ECONNREFUSED:
                 path.unlink()
-            tried.bind(str(path))
+            trial.bind(str(path))
         except OSError as error:
             raise ValueError(f"--socket {path}: {error.strerror or error}; give another name") from error
     path.unlink()

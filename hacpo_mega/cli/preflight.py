@@ -1,6 +1,6 @@
-"""The command `hacpo-mega preflight`: every node of a job is looked at before a model is loaded.
+"""The command `hacpo-mega preflight`: tests every node of a job before a model is loaded.
 
-Imports are inside the function, as in cli/app.py: a node's own facts are collected without torch.
+Imports are inside the function, as in cli/app.py: a node's report is made without torch.
 """
 
 import sys
@@ -39,7 +39,7 @@ def preflight(
 
 
 def _take_part(config_file: Path, overrides: list[str] | None, wait_s: float) -> int:
-    """One rank. A configuration that cannot be read here may be in order on the other nodes: that is a finding."""
+    """The exit code of one rank. An error of the configuration is a finding: it may be right on the other nodes."""
     env = LauncherEnv.find()
     rank_map = run_dir = None
     report = NodeReport(env.node, env.rank, env.num_local)
@@ -58,11 +58,11 @@ def _take_part(config_file: Path, overrides: list[str] | None, wait_s: float) ->
     try:
         return Preflight(env, rank_map, run_dir, report, wait_s).run()
     finally:
-        forget_secret()  # a round that finds something is the last, before anybody has joined
+        forget_secret()  # after a finding no process joins the job, where the secret would be forgotten
 
 
 def _require_world_size(rank_map: RankMap, env: LauncherEnv) -> None:
-    """All ranks find the same here; the first prints it."""
+    """ValueError on rank 0, exit code 2 on the others, since all ranks find the same number wrong."""
     try:
         rank_map.require_world_size(env.world_size)
     except ValueError:

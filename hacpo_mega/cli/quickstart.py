@@ -8,12 +8,10 @@ import typer
 
 from hacpo_mega.cli.start import Overrides
 from hacpo_mega.jobs.installed_files import installed_files
-from hacpo_mega.jobs.local import AT_ONCE, DEFERRED
+from hacpo_mega.jobs.local import CHECKPOINT_SIGNALS, END_SIGNALS
 
 
-def quickstart(
-    overrides: Overrides = None,
-) -> None:
+def quickstart(overrides: Overrides = None) -> None:
     """Make two tiny models, train them together and write the report: runs/quickstart, a few minutes on two cores."""
     file = installed_files("configs") / "quickstart.toml"
     for command in ("init", "train"):
@@ -24,8 +22,8 @@ def quickstart(
 def _run(*words: str) -> int:
     """Exit code of `hacpo-mega WORDS` in a process of its own, which is sent every signal that this one gets."""
     process = subprocess.Popen([sys.executable, "-P", "-m", "hacpo_mega.cli", *words])
-    for number in (*DEFERRED, *AT_ONCE):
+    for number in (*CHECKPOINT_SIGNALS, *END_SIGNALS):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda number, _: process.send_signal(number))
     code = process.wait()
-    return code if code >= 0 else 128 - code
+    return code if code >= 0 else 128 - code  # ended by a signal: 128 and its number, as in a shell

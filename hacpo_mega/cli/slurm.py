@@ -1,6 +1,6 @@
-"""The command that gives a run to a Slurm cluster, `hacpo-mega slurm`, and how a rank begins an attempt of a job.
+"""The command `hacpo-mega slurm`, which submits a run to a Slurm cluster, and a rank's first step in an attempt.
 
-Imports nothing heavy: who submits needs no torch.
+Imports nothing heavy: a submission needs no torch.
 """
 
 import sys
@@ -20,7 +20,7 @@ from hacpo_mega.cli.start import (
     Overrides,
     fetch_agents,
     load_with_models,
-    models_to_come,
+    models_to_download,
 )
 from hacpo_mega.cluster.machine.driver import driver_needed, torch_cuda
 from hacpo_mega.cluster.machine.environment import attempt_of_job, is_first_of_the_job, shown_environment
@@ -28,8 +28,8 @@ from hacpo_mega.config import Config
 from hacpo_mega.config.checks.checks import batch_problems, find_problems, named_models
 from hacpo_mega.config.load import load_unchecked
 from hacpo_mega.config.tables.slurm import time_note
-from hacpo_mega.jobs.attempts import MOST_IN_VAIN, goes_in_circles, record_attempt
-from hacpo_mega.jobs.local import words_of
+from hacpo_mega.jobs.attempts import MAX_CRASHES, is_crash_loop, record_attempt
+from hacpo_mega.jobs.local import train_arguments
 from hacpo_mega.models.files.visible import say
 
 
@@ -55,7 +55,7 @@ def slurm(
     if status is not None:
         if config_file is not None or dry_run or fresh or hold or job_number is not None:
             raise ValueError("--status takes a run folder and nothing else: hacpo-mega slurm --status RUN")
-        raise typer.Exit(_show(status))
+        raise typer.Exit(_print_status(status))
     if config_file is None:
         raise ValueError("give a configuration, or --status RUN")
     if job_number is not None and not (job_number.isdigit() and not hold):
@@ -67,21 +67,23 @@ def slurm(
     from hacpo_mega.jobs.slurm_script import prepare, submit
 
     branch = None if branch is None else branch.absolute()
-    options = words_of(StartOptions(accept=accept or [], branch=branch, last_whole=last_whole))
+    # `fresh` is not among them: the submission itself moves the old run aside, once for all attempts.
+    arguments = train_arguments(StartOptions(accept=accept or [], branch=branch, last_whole=last_whole))
     if dry_run:
-        config = _placed(config_file, overrides or [])
-        job = prepare(config, options, for_any_cluster=True)
-        _say_limit(config)
+        config = _load_for_dry_run(config_file, overrides or [])
+        job = prepare(config, arguments, for_any_cluster=True)
+        _print_time_note(config)
         say("\n".join([job.plan.table(), *_environment(config), str(job.request), job.script(1)]))
         for problem in job.request.problems:
             say(f"submission would be refused: {problem}", file=sys.stderr)
         return
-    how = StartOptions(fresh=fresh, accept=accept or [], branch=branch, last_whole=last_whole)
-    fetch_agents(config_file, overrides or [], partial(_require_inputs, how=how))  # once, where there is a network
+    options = StartOptions(fresh=fresh, accept=accept or [], branch=branch, last_whole=last_whole)
+    # Models are downloaded here, since the nodes may have no network.
+    fetch_agents(config_file, overrides or [], partial(_require_inputs, options=options))
     config = load_with_models(config_file, overrides)
-    job = prepare(config, options)
-    _require_inputs(config, how)
-    _say_limit(config)
+    job = prepare(config, arguments)
+    _require_inputs(config, options)
+    _print_time_note(config)
     say(job.plan.table())
     if job_number is not None:
         raise typer.Exit(start_in(job, job_number, fresh=fresh))
@@ -90,24 +92,24 @@ def slurm(
         say(line)
 
 
-def _require_inputs(config: Config, how: StartOptions) -> None:
+def _require_inputs(config: Config, options: StartOptions) -> None:
     """ValueError for a run that cannot resume as asked, and for rows that are no prompts."""
     from hacpo_mega.data.prompt_files import require_good_files
     from hacpo_mega.logbook.run.run_inputs import start_with_same_inputs
 
-    start_with_same_inputs(config, **how)
+    start_with_same_inputs(config, **options)
     require_good_files(config)
 
 
-def _placed(file: Path, overrides: Sequence[str]) -> Config:
-    """A configuration whose weights and data need not exist here; stderr names what a submission downloads or misses.
+def _load_for_dry_run(file: Path, overrides: Sequence[str]) -> Config:
+    """A configuration whose models and data need not exist here; prints what a submission would download or refuse.
 
-    ValueError with a line per problem that no file would mend: keys, batches, layouts of models that are known.
+    ValueError with a line per problem that no missing file explains: keys, batches, layouts of known models.
     """
     config = load_unchecked(file, tuple(overrides))
     if problems := [*batch_problems(config), *named_models(config)[1]]:
         raise ValueError("\n".join(f"{file}: {problem}" for problem in problems))
-    to_come = models_to_come(config)
+    to_come = models_to_download(config)
     for model in dict.fromkeys(to_come.values()):
         say(f"{model} would be downloaded first", file=sys.stderr)
     for problem in find_problems(config, to_come=to_come):
@@ -116,40 +118,39 @@ def _placed(file: Path, overrides: Sequence[str]) -> Config:
 
 
 def _environment(config: Config) -> list[str]:
-    """Line with the drivers that the nodes need for the environment that submits; none where they run another."""
+    """A line on the driver that this environment needs on the nodes; none if they use another environment."""
     slurm = config.slurm
-    is_other = slurm.python or slurm.container_image or slurm.run_with
-    cuda = None if is_other else torch_cuda()
+    has_other = slurm.python or slurm.container_image or slurm.run_with
+    cuda = None if has_other else torch_cuda()
     return [f"environment: CUDA {cuda}, for a {driver_needed(cuda)}"] if cuda else []
 
 
-def _say_limit(config: Config) -> None:
+def _print_time_note(config: Config) -> None:
     if note := time_note(config.slurm.time):
         say(note, file=sys.stderr)
 
 
-def _show(run_dir: Path) -> int:
+def _print_status(run_dir: Path) -> int:
     from hacpo_mega.jobs.slurm_status import status_of
 
-    found = status_of(run_dir)
-    say(found.text)
-    return found.exit_code
+    status = status_of(run_dir)
+    say(status.text)
+    return status.exit_code
 
 
 def begin_attempt(run_dir: Path) -> None:
-    """Records the attempt of its job that this process is in, if a launcher starts jobs again; rank 0 writes and prints
-    it.
+    """Records and prints, on rank 0, the attempt of its job that this process is in, if a launcher starts jobs again.
 
-    Exit 3 on every rank when attempts enough have died after the step that this one begins after.
+    Exit code 3 on every rank if MAX_CRASHES attempts have died after the step that this one begins after.
     """
-    if (found := attempt_of_job()) is None:
+    if (current := attempt_of_job()) is None:
         return
-    (job, attempt), step = found, max(committed_steps(run_dir), default=0)
+    (job, attempt), step = current, max(committed_steps(run_dir), default=0)
     is_first = is_first_of_the_job()
-    if goes_in_circles(run_dir, job, attempt, step):
+    if is_crash_loop(run_dir, job, attempt, step):
         if is_first:
             say(
-                f"{run_dir} does not get past step {step}: {MOST_IN_VAIN} attempts of this job began after it, "
+                f"{run_dir} does not get past step {step}: {MAX_CRASHES} attempts of this job began after it, "
                 "committed no other and died. Their logs say why; mend it and start again",
                 file=sys.stderr,
             )

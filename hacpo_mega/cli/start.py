@@ -35,9 +35,9 @@ from hacpo_mega.config.load import load_unchecked
 from hacpo_mega.models.files.hub import not_cached
 
 ENGINE = "hacpo_mega.rollout.engine"
-# Packages that vLLM and transformers import where they are installed, for sounds and for boxes in pictures; and the
-# module of torch's compiler that vLLM corrects. A fifth of all imports. scikit-learn, which no lock names, goes with
-# scipy: transformers imports it where it finds it, and it needs scipy.
+# A fifth of the time of all imports goes to packages that vLLM and transformers import only if they are installed, for
+# audio and for boxes in images, and to the module of torch's compiler that vLLM patches. scikit-learn, which no lock
+# names, is hidden with scipy: transformers imports it where it is installed, and it needs scipy.
 UNUSED, COMPILER = ("scipy", "sklearn"), "torch._inductor.lowering"
 # The arguments that name a configuration.
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TOML file.")]
@@ -62,10 +62,13 @@ def load_checked(
     with_models: bool = False,
     before_download: Callable[[Config], object] = lambda config: None,
 ) -> Config:
-    """The checked configuration. `with_models` also requires the model folders that `init` would make and, outside a
-    job, downloads those of the Hub after `before_download` and all other checks have passed."""
-    find_own_code_here()
-    with one_voice_per_node():
+    """The checked configuration.
+
+    With `with_models` the models must exist: outside a job those of the Hub are downloaded, after `before_download` and
+    all other checks have passed.
+    """
+    add_current_folder()
+    with report_once_per_node():
         if with_models and not inside_a_job():
             fetch_agents(config_file, overrides or [], before_download)
         if not with_models:
@@ -73,10 +76,10 @@ def load_checked(
         return load_with_models(config_file, overrides, try_templates=reads_first())
 
 
-def find_own_code_here() -> None:
-    """Lets the names of a user's functions be modules of the current folder; last, so that a file there hides none.
+def add_current_folder() -> None:
+    """Adds the current folder to sys.path, for functions that a configuration names; last, so that it hides no module.
 
-    For commands that run what a configuration names: a folder of somebody else's is not to be read from.
+    Only for commands that run such functions: the current folder may be another user's.
     """
     if (here := os.getcwd()) not in sys.path:
         sys.path.append(here)
@@ -93,7 +96,7 @@ def load_with_models(config_file: Path, overrides: list[str] | None, *, try_temp
 def fetch_agents(config_file: Path, overrides: list[str], before_download: Callable[[Config], object]) -> None:
     """Downloads the models of agents that the cache lacks. ValueError first for everything that needs no download."""
     config = load_unchecked(config_file, overrides)
-    to_come = models_to_come(config)
+    to_come = models_to_download(config)
     if not to_come:
         return
     if problems := [*find_problems(config, to_come=to_come), *missing_models(config)]:
@@ -102,7 +105,7 @@ def fetch_agents(config_file: Path, overrides: list[str], before_download: Calla
     fetch_missing(to_come.values())
 
 
-def models_to_come(config: Config) -> dict[str, Path]:
+def models_to_download(config: Config) -> dict[str, Path]:
     """The models of the Hub that the cache lacks, by agent."""
     return {agent.name: agent.model for agent in config.agents if agent.init is None and not_cached(agent.model)}
 
@@ -116,9 +119,9 @@ def fetch_missing(models: Iterable[Path]) -> None:
 
 
 @contextmanager
-def one_voice_per_node() -> Iterator[None]:
-    """Every process of a job finds the same problems here; the first of each node prints them, the others end
-    quietly."""
+def report_once_per_node() -> Iterator[None]:
+    """Raises a ValueError of the block only on the first process of each node, since all of a job find the same; the
+    others exit with 2."""
     try:
         yield
     except ValueError:
@@ -128,8 +131,8 @@ def one_voice_per_node() -> Iterator[None]:
 
 
 @contextmanager
-def absent(names: Iterable[str]) -> Iterator[None]:
-    """Inside, modules that have not been imported cannot be: for libraries that go on without."""
+def hidden_modules(names: Iterable[str]) -> Iterator[None]:
+    """Hides modules in the block, unless they are imported already, from libraries that can do without them."""
     hidden = [name for name in names if name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))
     try:
@@ -140,12 +143,12 @@ def absent(names: Iterable[str]) -> Iterator[None]:
 
 
 @contextmanager
-def objects_that_stay() -> Iterator[None]:
-    """Around the import of heavy libraries, without the garbage collector: two million objects, none of which is freed
-    before the process ends.
+def no_garbage_collection() -> Iterator[None]:
+    """Turns garbage collection off in the block, and exempts its objects for good (gc.freeze).
 
-    Python would walk them again and again while they come, and again whenever vLLM asks for a collection, which it does
-    half a dozen times while an engine starts, half a second each.
+    For imports of heavy libraries, whose two million objects live as long as the process. Python would traverse them
+    again and again during the imports, and in each of the half a dozen collections that vLLM runs while an engine
+    starts, half a second each.
     """
     gc.disable()
     try:
@@ -155,45 +158,45 @@ def objects_that_stay() -> Iterator[None]:
         gc.enable()
 
 
-def this_process_is_a_rank(config: Config, work: str, door: str = ENGINE) -> bool:
-    """True inside a job. Outside, runs the whole job on this machine, and exits with its code if that is not 0.
+def this_process_is_a_rank(config: Config, work: str, heavy: str = ENGINE) -> bool:
+    """True inside a job. Outside, runs the whole job on this machine; then False, or exit with its code if not 0.
 
-    `work` is the module that ranks work with, `door` what of it brings the largest libraries; imported when this
-    returns True.
+    `work` is the module that a rank runs, `heavy` the one below it that imports the largest libraries; both are
+    imported when this returns True.
     """
     ranks = RankMap.of(config)
     if inside_a_job():
-        with one_voice_per_node():
+        with report_once_per_node():
             require_srun()
             ranks.require_world_size(job_size())
             ranks.require_one_node(num_local(job_size()))
             share_secret(config.run_dir, config.wait_s)
-    return is_one_of(ranks.world_size, work, door)
+    return is_rank_of(ranks.world_size, work, heavy)
 
 
-def is_one_of(world_size: int, work: str, door: str = ENGINE) -> bool:
-    """True inside a job. Outside, runs a job of so many ranks on this machine, and exits with its code if not 0."""
+def is_rank_of(world_size: int, work: str, heavy: str = ENGINE) -> bool:
+    """`this_process_is_a_rank` for a job of `world_size` ranks that has no configuration."""
     prepare_environment()
     if inside_a_job():
         LauncherEnv.find()  # missing variables are reported before the imports
         end_with_launcher()
-        _import_for_good(door, work)
+        _import(heavy, work)
         return True
     from hacpo_mega.jobs.local import run_on_this_machine
 
-    imports = partial(_import_for_good, door, work) if may_fork_ranks() else None
+    imports = partial(_import, heavy, work) if may_fork_ranks() else None
     code = run_on_this_machine(sys.argv[1:], world_size, imports=imports)
     if code:
         raise typer.Exit(code)
     return False
 
 
-def _import_for_good(door: str, work: str) -> None:
-    with objects_that_stay():
+def _import(heavy: str, work: str) -> None:
+    with no_garbage_collection():
         from hacpo_mega.cluster.machine.device import require_fitting_environment
-    with one_voice_per_node():
+    with report_once_per_node():
         require_fitting_environment()
-    with objects_that_stay():
-        with absent(UNUSED if compiles() else (*UNUSED, COMPILER)):
-            import_module(door)
+    with no_garbage_collection():
+        with hidden_modules(UNUSED if compiles() else (*UNUSED, COMPILER)):
+            import_module(heavy)
         import_module(work)

@@ -1,5 +1,5 @@
-"""`hacpo-mega check --data`: every row of the prompt files, how many prompts the tokenizers leave, one of them, and
-what the reward gives its gold.
+"""`hacpo-mega check --data`: reads every row of the prompt files, counts the prompts that are short enough, shows the
+first one, and the reward of its gold.
 
 Elsewhere: checks without reading the files (config/), and datasets that no run names (inspect_data.py).
 """
@@ -42,14 +42,14 @@ from hacpo_mega.records import Completion, Prompt
 from hacpo_mega.rollout.vllm.engine_loop import odd_row_counts_of, order_of_arrival
 from hacpo_mega.samples.tokenizers import TextCodec, agent_codecs, longest_encodings
 
-MOST_LINES, MOST_CHARACTERS = 20, 200  # of a prompt, of each line
-REACHED_S = 3.0
-MOST_MEASURED = 1 << 22  # numbers of a layer: a larger model does not run on a CPU
-SHOWN_TURNS = 2  # own ones, of the conversation that is shown
+MOST_LINES, MOST_CHARACTERS = 20, 200  # of a text, of each of its lines
+CONNECT_S = 3.0
+MOST_MEASURED = 1 << 22  # numbers of a layer's weights: a larger model does not run on a CPU
+SHOWN_TURNS = 2  # turns of the agent in the conversation that is shown
 
 
 def check_prompts(config: Config) -> str:
-    """Prompts of training and evaluation in a sentence, and the first one as every agent and the judge read it.
+    """A sentence on the prompts of training and evaluation, and the first one as every agent and the judge read it.
 
     ValueError with a line per problem.
     """
@@ -58,25 +58,26 @@ def check_prompts(config: Config) -> str:
     if num_repeated:
         files += f", {num_repeated:,} rows left out whose prompt an earlier one has (data.repeated)"
     if missing_models(config):
-        found = f"{files}; prompts not counted in tokens before `hacpo-mega init` has made the models"
-        return "\n".join((found, *_tried_reward(config, training_rows(config)[:MOST_ROWS])))
+        summary = f"{files}; prompts not counted in tokens before `hacpo-mega init` has made the models"
+        return "\n".join((summary, *_tried_reward(config, training_rows(config)[:MOST_ROWS])))
     environment = environment_of(config.conversation, has_roles=bool(config.roles))
     codecs = agent_codecs(config.agents, () if environment is None else environment.tools)
     num_tokens = longest_encodings(config.agents, codecs)
     sampler, num_dropped = training_sampler(config, num_tokens)
     held_out, num_left_out = held_out_prompts(config, num_tokens)
-    found = (
+    summary = (
         f"{files}; {sum(map(len, sampler.rows_by_skill))} prompts to train on, {num_dropped} longer than "
         f"rollout.max_prompt_tokens left out; {len(held_out)} to evaluate on"
-        f"{f', {left_out_line(num_left_out)}' if num_left_out else ''}"
     )
+    summary += f", {left_out_line(num_left_out)}" if num_left_out else ""
     rows = sampler.rows_by_skill[0]
-    found += _without_answer(config, [row for group in sampler.rows_by_skill for row in group])
-    talk = () if environment is None else _conversation(config, environment, codecs, rows[0])
-    return "\n".join((found, *_as_read(config, codecs, rows[0]), *_tried_reward(config, rows[:MOST_ROWS]), *talk))
+    summary += _without_answer(config, [row for group in sampler.rows_by_skill for row in group])
+    turns = () if environment is None else _conversation(config, environment, codecs, rows[0])
+    return "\n".join((summary, *_as_encoded(config, codecs, rows[0]), *_tried_reward(config, rows[:MOST_ROWS]), *turns))
 
 
 def _without_answer(config: Config, rows: Sequence[PromptRow]) -> str:
+    """A warning about golds that mark a prompt without an answer; empty if there are none."""
     marked = [row for row in rows if has_no_answer(config.data.prompt_field, row.gold)]
     if not marked:
         return ""
@@ -89,7 +90,7 @@ def _without_answer(config: Config, rows: Sequence[PromptRow]) -> str:
 def _conversation(
     config: Config, environment: EnvironmentClass, codecs: Sequence[TextCodec], row: PromptRow
 ) -> Iterator[str]:
-    """One conversation on the first prompt, whose own turns are all its gold, as every agent would read it.
+    """One conversation on the first prompt, as every agent would read it; each turn of an agent is the prompt's gold.
 
     ValueError for an environment that fails on it, or a chat template that cannot write it.
     """
@@ -111,22 +112,23 @@ def _conversation(
         names = agents = list(by_agent)
         played = [_played_alone(environment, codec, limits, *turn) for codec in by_agent.values()]
     for name, agent, completion in zip(names, agents, played, strict=True):
-        found, rewrites = completion.conversation, formats[agent].rewrites
-        if found.counts.get("failed"):
+        conversation, rewrites = completion.conversation, formats[agent].rewrites
+        if conversation.counts.get("failed"):
             reason = environment.last_error or "it says nothing that this agent can read"
             raise ValueError(f"conversation.environment: {environment.name} fails on the first prompt: {reason}")
-        anew = ": a segment begins there" if config.conversation.as_rendered else ""
-        history = f", which writes earlier turns otherwise ({rewrites}){anew}" if rewrites else ""
+        segment = ": a segment begins there" if config.conversation.as_rendered else ""
+        history = f", which writes earlier turns otherwise ({rewrites}){segment}" if rewrites else ""
         yield f"{name} reads turns by {formats[agent].kind}{history}; with the gold as each of its turns:"
-        ids = [*by_agent[agent].encode_prompt(found.task or row.text, found.opening), *completion.token_ids.tolist()]
-        yield from _lines(by_agent[agent].tokenizer.decode(ids, skip_special_tokens=False))
-        yield f"  reward {'of the judge' if found.reward is None else found.reward}"
+        ids = [*by_agent[agent].encode_prompt(conversation.task or row.text, conversation.opening)]
+        ids += completion.token_ids.tolist()
+        yield from _excerpt(by_agent[agent].tokenizer.decode(ids, skip_special_tokens=False))
+        yield f"  reward {'of the judge' if conversation.reward is None else conversation.reward}"
     for agent in config.agents:
         yield f"{agent.name} on the CPU: {order_of_arrival(_odd_row_counts(agent))}"
 
 
 def _odd_row_counts(agent: AgentConfig) -> set[int] | None:
-    """Measured on this processor, as the engine will; None with experts, and for a model that is too large for it."""
+    """The engine's measurement, on this processor; None with experts, and for a model that is too large for a CPU."""
     architecture = Architecture.from_folder(agent.model)
     shapes = engine_layer_shapes(architecture, tp=agent.engine_tensor_parallel)
     largest = max(outputs * inputs for outputs, inputs in shapes)
@@ -148,23 +150,23 @@ def _played_alone(
         return play_once(player, codec, limits, prompt, [text], max_tokens)
 
 
-def _as_read(config: Config, codecs: Sequence[TextCodec], row: PromptRow) -> Iterator[str]:
+def _as_encoded(config: Config, codecs: Sequence[TextCodec], row: PromptRow) -> Iterator[str]:
     for agent, codec in zip(config.agents, codecs, strict=True):
         num_tokens = len(codec.encode_prompt(row.text))
         yield f"\n{agent.name} reads of the first prompt {num_tokens} tokens:"
-        yield from _lines(codec.shown_prompt(row.text))
+        yield from _excerpt(codec.shown_prompt(row.text))
         first, *others = map(codec.token_text, codec.ends.ids)
         also = f"; an own answer may end with {', '.join(others)}, too" if others else ""
         yield f"  an answer, also of another agent, ends with {first}{also}"
     for key, grader in config.reward.graders.items():
         yield f"\nits gold, as {key} reads it:"
-        yield from _lines(_read_gold(grader, config.reward.timeout_s, row))
+        yield from _excerpt(_read_gold(grader, config.reward.timeout_s, row))
 
 
 def _tried_reward(config: Config, rows: Sequence[PromptRow]) -> Iterator[str]:
-    """Rewards of the first prompt's gold and of an empty answer. ValueError if a grader gives no reward.
+    """Rewards of the first prompts' golds and of an empty answer. ValueError if a grader gives no reward.
 
-    A server (kind `model`) is asked only where it can be reached from here.
+    Nothing is tried if a grader asks a server (kind `model`) that cannot be reached from here.
     """
     for key, url in servers_of(config.reward).items():
         if not _is_reachable(url):
@@ -183,14 +185,14 @@ def _is_reachable(url: str) -> bool:
     try:
         parts = urlsplit(url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
-        with socket.create_connection((parts.hostname or "", port), timeout=REACHED_S):
+        with socket.create_connection((parts.hostname or "", port), timeout=CONNECT_S):
             return True
     except (OSError, ValueError):
         return False
 
 
 def _read_gold(grader: RewardPartConfig, timeout_s: float, row: PromptRow) -> str:
-    """A judge's reading of a gold as the answer; the plain text for a grader that runs code or asks a server."""
+    """The gold as its grader parses it; the plain text for a grader that runs code or asks a server."""
     kind = find_grader(grader.kind)
     if kind.acts:
         return row.gold
@@ -202,8 +204,8 @@ def _read_gold(grader: RewardPartConfig, timeout_s: float, row: PromptRow) -> st
     return str(read) if judgement.is_judged else f"{row.gold} CANNOT BE JUDGED: {error}"
 
 
-def _lines(text: str) -> Iterator[str]:
-    """A text line by line, of a long one the beginning and the end."""
+def _excerpt(text: str) -> Iterator[str]:
+    """The lines of a text; a long one keeps its beginning and its end."""
     lines = [_cut(one_line(line)) for line in text.split("\n")]
     hidden = len(lines) - MOST_LINES
     if hidden > 0:

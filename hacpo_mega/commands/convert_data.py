@@ -1,4 +1,4 @@
-"""`hacpo-mega data convert`: files of any public layout as one JSON Lines file that a run reads, each problem once.
+"""`hacpo-mega data convert`: writes files of any public layout as one JSON Lines file for a run, each problem once.
 
 Elsewhere: the readers (datasets.py) and what counts as the same problem (dataset_checks.py).
 """
@@ -23,29 +23,30 @@ def convert(
     *,
     skip_bad: bool = False,
 ) -> Findings:
-    """Writes the problems of `files` to `out`, each once and no copy of a problem of `evaluation_files`.
+    """Writes the problems of `files` to `out`, each once, without problems that `evaluation_files` have.
 
-    Files are of a public layout or, where a field is named, hold prompts (texts or chat messages) and golds in these
-    two; `evaluation_files` may be of either. Problems whose golds contradict each other are all left out and listed,
-    with `skip_bad` the rows of `files` that cannot be read, too: the findings are then not sound. ValueError, with
-    `out` as it was, for a file that does not exist or is `out` itself, and for other rows that cannot be read.
+    Files have a public layout. If `prompt_field` or `gold_field` is given they hold prompts (texts or chat messages)
+    and golds in these two columns; `evaluation_files` may have either form. Problems whose golds contradict each other
+    are left out and listed. So are, with `skip_bad`, rows of `files` that cannot be read. The findings are then not
+    sound. ValueError, with `out` as it was, for a file that does not exist or is `out` itself, and for other bad rows.
     """
     refuse_overwriting(out, [*files, *evaluation_files])
-    own = (prompt_field or "prompt", gold_field or "answer") if prompt_field or gold_field else None
-    datasets = read_all(files, layouts_of(*own, only=True) if own else LAYOUTS)
-    evaluation = read_evaluation(evaluation_files, layouts_of(*own, only=False) if own else LAYOUTS)
-    bad, unknown = ([defect for one in read for defect in one.defects] for read in (datasets, evaluation))
-    if unknown or (bad and not skip_bad):
+    fields = (prompt_field or "prompt", gold_field or "answer") if prompt_field or gold_field else None
+    datasets = read_all(files, layouts_of(*fields, only=True) if fields else LAYOUTS)
+    evaluation = read_evaluation(evaluation_files, layouts_of(*fields, only=False) if fields else LAYOUTS)
+    bad = [defect for dataset in datasets for defect in dataset.defects]
+    bad_evaluation = [defect for dataset in evaluation for defect in dataset.defects]
+    if bad_evaluation or (bad and not skip_bad):
         columns = "; --prompt-field and --gold-field name other columns" if NO_LAYOUT in describe(bad) else ""
-        remedy = "" if unknown else f"{columns}; --skip-bad leaves these rows out"
-        raise ValueError(f"{describe([*bad, *unknown])}\n{out} not written{remedy}")
+        remedy = "" if bad_evaluation else f"{columns}; --skip-bad leaves these rows out"
+        raise ValueError(f"{describe([*bad, *bad_evaluation])}\n{out} not written{remedy}")
     problems = [problem for dataset in datasets for problem in dataset.problems]
     disputed = contradictions(problems)
     once = deduplicated(problems)
     kept = without_overlap(once, [problem for dataset in evaluation for problem in dataset.problems])
     if not kept:
         raise ValueError(f"{describe(bad)}\nnone of {len(problems)} problems is left; {out} not written".strip())
-    write_dataset(kept, out, own or ())
+    write_dataset(kept, out, fields or ())
     # a disputed problem counts once, however many golds it has
     num_disputed = len({id(repetition.first) for repetition in disputed})
     num_repeated = len(problems) - len(once) - num_disputed

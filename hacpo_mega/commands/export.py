@@ -1,7 +1,7 @@
-"""`hacpo-mega export`: an agent of a run leaves it as a Hugging Face folder of its own, with a model card.
+"""`hacpo-mega export`: writes an agent of a run as a Hugging Face folder of its own, with a model card.
 
-The weights are those of the run's end, byte by byte, or of a checkpoint, as the run would have exported them there.
-Smaller number formats are quantize.py's. A folder appears whole or not at all, and never replaces another.
+The weights are those of the run's end, byte by byte, or of a checkpoint, as the run would have exported them there. The
+folder appears whole or not at all, and never replaces another. Elsewhere: smaller number formats (quantize.py).
 """
 
 import glob
@@ -48,19 +48,19 @@ from hacpo_mega.models.sharding.lora import adapter_sources
 from hacpo_mega.models.sharding.segments import all_sources
 
 CARD = "README.md"
-WORD = re.compile(r"[A-Za-z0-9]+([_-][A-Za-z0-9]+)*")  # means itself everywhere in Markdown
-LEAVES_CODE = re.compile("[`|<]")
+PLAIN_NAME = re.compile(r"[A-Za-z0-9]+([_-][A-Za-z0-9]+)*")  # without meaning in Markdown
+ENDS_CODE = re.compile("[`|<]")
 LONGEST = 200  # characters of a name in the card
-OURS = ".draft"  # in a folder that an export is making: who makes it
+OWNER_FILE = ".draft"  # in an unfinished export: the process that writes it
 
 
 @dataclass(frozen=True)
 class TrainedAgent:
     """One agent of a run, with the run's data about it.
 
-    folder       its Hugging Face folder; None where only a checkpoint has its weights: `stored`
-    evaluated    its greedy answers to held-out prompts, by step
-    commit       of the source that made the last start of the run
+    folder       its Hugging Face folder; None if only a checkpoint has its weights: `stored`
+    evaluated    its scores on held-out prompts, in the order of steps
+    commit       of the source at the last start of the run
     """
 
     run_dir: Path
@@ -102,10 +102,9 @@ def trained_agent(path: Path, name: str | None, *, trust: bool = False) -> Train
                 f"{path}/checkpoints"
             )
     metrics = run_dir / "metrics.jsonl"
-    # a checkpoint has the measurements up to its step, and may lie outside a run
+    # A checkpoint gets the scores up to its step, and may lie outside a run.
     steps = read_metrics(metrics) if last is None or metrics.is_file() else {}
-    steps = {step: found for step, found in steps.items() if last is None or step <= last}
-    evaluated = (held_out(found.values, agent.name) for found in steps.values())
+    scores = (held_out(of_step.values, agent.name) for step, of_step in steps.items() if last is None or step <= last)
     starts = read_starts(run_dir)
     return TrainedAgent(
         run_dir=run_dir,
@@ -114,40 +113,40 @@ def trained_agent(path: Path, name: str | None, *, trust: bool = False) -> Train
         config=config,
         agent=agent,
         num_steps=max(steps, default=0) if last is None else last,
-        evaluated=tuple(found for found in evaluated if found is not None),
+        evaluated=tuple(score for score in scores if score is not None),
         commit=starts[-1].get("commit") if starts else None,
     )
 
 
 def export_copy(agent: TrainedAgent, out: Path, dtype: str | None = None, *, text_only: bool = False) -> None:
-    """Writes the agent as it is, every file as the run's own export has it, and its model card; adapters are merged.
+    """Writes the agent, every file as in the run's own export, with a model card; adapters are merged.
 
-    A checkpoint's can have another `dtype`. With `text_only` the text model of an image checkpoint alone, as a folder
-    of its own. ValueError for an agent that is none, when `out` exists, for a folder that has been changed, and for a
+    An agent of a checkpoint can have another `dtype`. With `text_only`, only the text model of an image checkpoint.
+    ValueError for `text_only` of a text model, if `out` exists, for a folder that has been changed, and for a
     checkpoint that is damaged or removed meanwhile.
     """
-    if text_only and not has_tower(_described(agent)):
+    if text_only and not has_tower(_model_folder(agent)):
         raise ValueError(f"{agent.agent.name} is a text model: export it without --text-only")
     with draft_of(out) as draft:
         if agent.stored is None and text_only:
-            _write_text(agent.folder, draft)
+            _write_text_model(agent.folder, draft)
             card = model_card(agent, "of the text model alone, byte-equal to the run's")
         elif agent.stored is None:
             copy_files(_model_files(agent.folder), agent.folder, draft)
             card = model_card(agent)
         else:
             write_stored(agent.stored, draft, dtype, text_only=text_only)
-            as_asked = "" if dtype is None else f", in {dtype}"
-            card = model_card(agent, f"of the checkpoint {_word(agent.stored.checkpoint.folder.name)}{as_asked}")
+            in_dtype = "" if dtype is None else f", in {dtype}"
+            card = model_card(agent, f"of the checkpoint {_name(agent.stored.checkpoint.folder.name)}{in_dtype}")
         (draft / CARD).write_text(card, encoding="utf-8")
 
 
-def _described(agent: TrainedAgent) -> Path:
+def _model_folder(agent: TrainedAgent) -> Path:
     """The folder whose config.json describes the agent's model."""
     return agent.folder if agent.stored is None else agent.stored.agent.model
 
 
-def _write_text(folder: Path, out: Path) -> None:
+def _write_text_model(folder: Path, out: Path) -> None:
     """Fills `out` with the text model of an image checkpoint, in the type that its config.json names."""
     require_one_reading(folder, tied=is_tied(folder))
     dtype, sources = getattr(torch, dtype_name(folder)), tuple(all_sources(Architecture.from_folder(folder)))
@@ -159,7 +158,7 @@ def _write_text(folder: Path, out: Path) -> None:
 
 
 def _model_files(folder: Path) -> list[Path]:
-    """The files of a run's own export of an agent, without others that were put beside them. ValueError as `check`."""
+    """The files of a run's own export, without others that were put beside them. ValueError for ambiguous weights."""
     require_one_reading(folder, tied=is_tied(folder))
     weights = {folder / tensor.file for tensor in all_tensors(folder).values()}
     described = [folder / name for name in ("config.json", INDEX) if (folder / name).is_file()]
@@ -169,7 +168,7 @@ def _model_files(folder: Path) -> list[Path]:
 def export_adapter(agent: TrainedAgent, out: Path, dtype: str | None = None) -> None:
     """Writes the agent's adapters alone, as peft loads them on top of the model that the run began with.
 
-    `dtype` as in `export_copy`. ValueError for an agent without, and as `export_copy`.
+    `dtype` as in `export_copy`. ValueError for an agent without adapters, and as `export_copy`.
     """
     if agent.agent.lora is None:
         raise ValueError(
@@ -198,18 +197,18 @@ def _write_stored_adapter(stored: StoredAgent, folder: Path, asked: str | None) 
 
 @contextmanager
 def as_folder(agent: TrainedAgent, out: Path) -> Iterator[TrainedAgent]:
-    """The agent with a Hugging Face folder, of an image checkpoint its text model alone.
+    """The agent with a Hugging Face folder; for an image checkpoint the folder has only the text model.
 
-    One of a checkpoint has it beside `out` until the block ends, and so has a text model.
+    A folder made for this lies beside `out` and is removed when the block ends.
     """
-    text_only = has_tower(_described(agent))
+    text_only = has_tower(_model_folder(agent))
     if agent.stored is None and not text_only:
         yield agent
         return
     folder = _new_draft(out)
     try:
         if agent.stored is None:
-            _write_text(agent.folder, folder)
+            _write_text_model(agent.folder, folder)
         else:
             write_stored(agent.stored, folder, text_only=text_only)
         yield replace(agent, folder=folder)
@@ -220,9 +219,9 @@ def as_folder(agent: TrainedAgent, out: Path) -> Iterator[TrainedAgent]:
 def write_stored(stored: StoredAgent, folder: Path, asked: str | None = None, *, text_only: bool = False) -> None:
     """Fills a folder with a checkpoint's agent, bit by bit as its run would have exported it there.
 
-    With another type than the run's `asked`, float32 is the main weights as they are, or adapters merged in float32.
-    One process, one tensor at a time, after every byte of its state has been compared with what was written. ValueError
-    when one differs, is not finite, or is gone.
+    `asked` is another type than the run's; in float32 the weights are the optimizer's main weights, or adapters merged
+    in float32. Reads one tensor at a time, once `require_unaltered` has checked every byte of the state. ValueError if
+    a byte differs, a file is missing, or a weight is not finite.
     """
     dtype, base = getattr(torch, asked or stored.dtype), stored.agent.model
     architecture = Architecture.from_folder(base)
@@ -240,7 +239,7 @@ def write_stored(stored: StoredAgent, folder: Path, asked: str | None = None, *,
 
 @contextmanager
 def draft_of(out: Path) -> Iterator[Path]:
-    """A folder beside `out` that takes its name when the block ends well. ValueError when `out` exists or cannot be."""
+    """A folder beside `out` that gets its name if the block succeeds. ValueError if `out` exists or cannot be made."""
     if os.path.lexists(out):
         raise ValueError(f"{out} exists: give a new folder for the export")
     if (run := run_above(Path(os.path.realpath(out)))) is not None:
@@ -248,31 +247,31 @@ def draft_of(out: Path) -> Iterator[Path]:
     draft = _new_draft(out)
     try:
         yield draft
-        (draft / OURS).unlink(missing_ok=True)
+        (draft / OWNER_FILE).unlink(missing_ok=True)
         if os.path.lexists(out):
             raise ValueError(f"{out} exists by now: give a new folder for the export")
         draft.rename(out)
     except (OSError, SafetensorError) as error:
         _remove(draft)
-        why = error.args[0][0][-1] if isinstance(error, shutil.Error) else error  # of the first file that is not copied
-        raise ValueError(f"{out} is not written: {why}. Make room, or give another folder") from error
+        reason = error.args[0][0][-1] if isinstance(error, shutil.Error) else error  # of the first file that failed
+        raise ValueError(f"{out} is not written: {reason}. Make room, or give another folder") from error
     except BaseException:
         _remove(draft)
         raise
 
 
 def _new_draft(out: Path) -> Path:
-    """A draft folder of this process beside `out`; drafts of killed exports to `out` are removed. ValueError."""
-    mark = f".{out.name}.{secrets.token_hex(8)}.partial"
-    draft = out.with_name(mark)
+    """Makes a draft folder beside `out` and removes those of killed exports. ValueError if it cannot be made."""
+    name = f".{out.name}.{secrets.token_hex(8)}.partial"
+    draft = out.with_name(name)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         for old in out.parent.glob(f".{glob.escape(out.name)}.*.partial"):
-            said = old / OURS
-            if said.is_file() and is_gone(said.read_text(encoding="utf-8", errors="replace")):
+            owner = old / OWNER_FILE
+            if owner.is_file() and is_gone(owner.read_text(encoding="utf-8", errors="replace")):
                 _remove(old)
         draft.mkdir()
-        (draft / OURS).write_text(signature(mark), encoding="utf-8")
+        (draft / OWNER_FILE).write_text(signature(name), encoding="utf-8")
     except OSError as error:
         raise ValueError(f"{out} cannot be made ({error.strerror}): give a folder that you may write") from error
     return draft
@@ -284,26 +283,26 @@ def _remove(draft: Path) -> None:
 
 
 def model_card(agent: TrainedAgent, weights: str = "as trained, byte-equal to the run's") -> str:
-    """The README of an exported model: its origin, its training, its scores, and the kind of its `weights`."""
+    """The README of an exported model: origin, training, scores, and `weights`, a text on their kind."""
     partners = [other.name for other in agent.config.agents if other.name != agent.agent.name]
     algorithm = agent.config.algorithm
     shared = partners if algorithm.shares_answers else []
     hub = HubModel.of_snapshot(agent.agent.model)
     base = visible(agent.agent.model.name if hub is None else hub.repo)
     head = {"base_model": base, "library_name": "transformers", "pipeline_tag": "text-generation"}
-    taught = f"its own answers and those of {', '.join(map(_word, shared))}"
+    both = f"its own answers and those of {', '.join(map(_name, shared))}"
     lines = [
         "---",
         *(f"{key}: {json.dumps(value)}" for key, value in head.items()),
         "---",
-        f"# {_word(agent.agent.name)}",
+        f"# {_name(agent.agent.name)}",
         "",
         f"{_code(base)} after {agent.num_steps} steps of {algorithm.method.upper()} (arXiv 2603.02604)"
-        + (f", learning from {taught}." if shared else " on its own answers."),
+        + (f", learning from {both}." if shared else " on its own answers."),
         "",
         "| | |",
         "|---|---|",
-        *(f"| {name} | {value} |" for name, value in _facts(agent, weights)),
+        *(f"| {name} | {value} |" for name, value in _card_rows(agent, weights)),
         "",
         "## Use",
         "",
@@ -311,12 +310,12 @@ def model_card(agent: TrainedAgent, weights: str = "as trained, byte-equal to th
         "vllm serve FOLDER",
         "```",
         "",
-        *_wording(agent.agent),
+        *_prompt_format(agent.agent),
     ]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _facts(agent: TrainedAgent, weights: str) -> Iterator[tuple[str, str]]:
+def _card_rows(agent: TrainedAgent, weights: str) -> Iterator[tuple[str, str]]:
     config, algorithm = agent.config, agent.config.algorithm
     yield "run", _code(agent.run_dir.resolve().name)
     yield "commit", _code(agent.commit) if agent.commit else "not known"
@@ -330,7 +329,7 @@ def _facts(agent: TrainedAgent, weights: str) -> Iterator[tuple[str, str]]:
         yield "alpha, delta, delta_step", f"{algorithm.alpha:g}, {algorithm.delta:g}, {algorithm.delta_step:g}"
     yield "own clip", f"{algorithm.eps_low:g} below, {algorithm.eps_high:g} above"
     if (lora := agent.agent.lora) is not None:
-        targets = lora.targets if isinstance(lora.targets, str) else ", ".join(map(_word, lora.targets))
+        targets = lora.targets if isinstance(lora.targets, str) else ", ".join(map(_name, lora.targets))
         yield "adapters", f"LoRA of rank {lora.rank}, alpha {lora.alpha:g}, on {targets}"
     yield "learning rate", f"{agent.agent.optimizer.lr:g}, {agent.agent.optimizer.schedule}"
     yield "prompts per step, per update", f"{config.training.prompts_per_step}, {config.prompts_per_update}"
@@ -347,8 +346,8 @@ def _scores(evaluated: Sequence[HeldOut], may_be_graded: bool) -> Iterator[tuple
     yield f"held-out {measure} at the end", f"{evaluated[-1].value:.4f}" if len(evaluated) > 1 else "not measured"
 
 
-def _wording(agent: AgentConfig) -> Iterator[str]:
-    """Prompt format of the model: a served model answers as trained only when it is asked in the same way."""
+def _prompt_format(agent: AgentConfig) -> Iterator[str]:
+    """Lines on the prompt format: the model answers as trained only if it is prompted in the same way."""
     prompting = agent.prompting
     where = "in its chat template" if prompting.chat_template else "on plain text, without a chat template"
     yield f"It was trained {where}."
@@ -356,30 +355,30 @@ def _wording(agent: AgentConfig) -> Iterator[str]:
         yield f"Arguments of the template: {_code(json.dumps(dict(prompting.template_kwargs)))}."
     if prompting.time is not None:
         yield f"The template's clock (`strftime_now`) stood at {_code(prompting.time)} UTC."
-    for what, text in (("System prompt", prompting.system_prompt), ("Prompt", prompting.prompt_template)):
+    for title, text in (("System prompt", prompting.system_prompt), ("Prompt", prompting.prompt_template)):
         if text is not None:
-            yield from ("", f"{what}:", "", *_block(text))
+            yield from ("", f"{title}:", "", *_block(text))
 
 
-def _word(text: str) -> str:
-    """A name in a sentence, as code where Markdown would make something of it."""
-    return text if WORD.fullmatch(text) else _code(text)
+def _name(text: str) -> str:
+    """A name in a sentence, as code if it could have a meaning in Markdown."""
+    return text if PLAIN_NAME.fullmatch(text) else _code(text)
 
 
 def _code(text: str) -> str:
     """A text as a code span, in a sentence or a table, with all characters escaped that could end it."""
-    shown = LEAVES_CODE.sub(lambda found: f"\\x{ord(found[0]):02x}", one_line(text)).strip()
-    return f"`{shown[:LONGEST] or ' '}`"
+    escaped = ENDS_CODE.sub(lambda match: f"\\x{ord(match[0]):02x}", one_line(text)).strip()
+    return f"`{escaped[:LONGEST] or ' '}`"
 
 
 def _block(text: str) -> list[str]:
-    """The lines of a block of code, which ends behind the text whatever that holds."""
+    """The lines of a block of code, with a fence longer than any in the text."""
     longest = max(map(len, re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return [fence, visible(text), fence]
 
 
 def _without_folder(kind: str) -> str:
-    """A judge without the path of its file on this machine."""
-    place, colon, function = kind.rpartition(":")
-    return f"{Path(place).name}{colon}{function}"
+    """A grader's kind, of a file without its path on this machine."""
+    module, colon, function = kind.rpartition(":")
+    return f"{Path(module).name}{colon}{function}"

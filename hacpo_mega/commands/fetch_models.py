@@ -1,7 +1,7 @@
 """Downloads models that a configuration or a command names by their name on the Hugging Face Hub.
 
-It is called once per job, outside of its ranks, and takes what `from_pretrained` would and no weights as pickles. Not
-here: where the cache keeps them (models/files/hub.py).
+Runs once per job, before its ranks, and downloads the files that `from_pretrained` reads, without weights as pickles.
+Elsewhere: the folders of the cache (models/files/hub.py).
 """
 
 from collections.abc import Iterable
@@ -15,29 +15,27 @@ from hacpo_mega.models.files.hub import CACHE, HubModel, not_cached
 from hacpo_mega.models.files.visible import say
 
 NEEDED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "*.txt", "LICENSE*", "README.md", "*.py")
-SECOND = ("consolidated*.safetensors", "original/*")  # the same weights again, in another format
+DUPLICATES = ("consolidated*.safetensors", "original/*")  # the same weights in another format
 
 
 def fetch_models(paths: Iterable[Path]) -> None:
-    """Downloads models that `paths` name on the Hub into the cache, if it lacks them; folders are left alone.
-    ValueError."""
+    """Downloads models of the Hub in `paths` that the cache lacks, and ignores folders; ValueError as `_fetch`."""
     for model in dict.fromkeys(map(not_cached, paths)):
         if model is not None:
             _fetch(model)
 
 
 def _fetch(model: HubModel) -> None:
-    """Puts a model into the cache, or completes it there.
+    """Downloads a model into the cache, or completes it there.
 
-    ValueError, one line, for a name or revision that the Hub does not have, a model that needs a token, and a machine
-    without network.
+    ValueError, one line, for an unknown name or revision, a model that needs a token, and a machine without network.
     """
     if constants.HF_HUB_OFFLINE:
-        raise ValueError(_without(model, "HF_HUB_OFFLINE is set"))
+        raise ValueError(_offline_message(model, "HF_HUB_OFFLINE is set"))
     say(f"{model} is not in {CACHE}: downloading it")
     try:
         snapshot_download(
-            model.repo, revision=model.revision, allow_patterns=list(NEEDED), ignore_patterns=list(SECOND)
+            model.repo, revision=model.revision, allow_patterns=list(NEEDED), ignore_patterns=list(DUPLICATES)
         )
     except errors.GatedRepoError:  # a RepositoryNotFoundError, too
         raise ValueError(
@@ -51,11 +49,11 @@ def _fetch(model: HubModel) -> None:
     except errors.RevisionNotFoundError:
         raise ValueError(f"{model.repo} has no revision {model.revision!r}; leave @{model.revision} out") from None
     except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:
-        raise ValueError(_without(model, one_line(str(error).partition("\n")[0]))) from None
+        raise ValueError(_offline_message(model, one_line(str(error).partition("\n")[0]))) from None
 
 
-def _without(model: HubModel, why: str) -> str:
+def _offline_message(model: HubModel, reason: str) -> str:
     return (
-        f"{model} is not in {CACHE} and cannot be downloaded ({why}); on a machine with network: "
+        f"{model} is not in {CACHE} and cannot be downloaded ({reason}); on a machine with network: "
         f"`{model.download}`, with the same HF_HOME"
     )

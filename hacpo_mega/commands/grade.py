@@ -1,7 +1,7 @@
 """Grades a file of answers from any source: JSON Lines or Parquet with `gold` and `pred` -> one verdict per line.
 
-The verdict of a line stands at the same line of the output, a bad row's too, so that the two files can be read side by
-side. Elsewhere: reading the command line, and the graders themselves (judge.py).
+Line N of the output belongs to row N of the input, also if that row is bad. Elsewhere: the command line (cli/data.py),
+and the graders (hacpo_grading).
 """
 
 import json
@@ -41,13 +41,13 @@ def grade(
 ) -> Findings:
     """Judges every row of `file` and writes {"line", "verdict", "reward"} to `out`; a bad row has "problem" instead.
 
-    Where no `pred_field` is named it is "pred" or, in the answers of an evaluation, "text". With `is_explained` a line
-    has "explanation" too: what was extracted, how both sides were read, which rule decided. Optional fields: `prompt`,
-    a text or chat messages for a grader that wants it, and `stop` ("eos", "length", "abort", "cut"; none: eos).
-    Answers to an equal prompt (in eval's files `prompt_seen`) with an equal gold are a group; without prompts, those of
-    equal rows. The reward of an unjudged answer is null.
-    The findings are how many got which verdict, how fast, and which rows could not be read. ValueError when there is no
-    such file, `out` is the same, or one field is to be both sides.
+    `pred_field` is by default "pred" or, in the answers of an evaluation, "text". With `is_explained` a line also has
+    an "explanation": the extracted answer, both sides as parsed, the rule that decided. Optional fields of a row:
+    `prompt`, a text or chat messages for a grader that reads it, and `stop` ("eos", "length", "abort", "cut"; default:
+    eos). Answers to an equal prompt (in eval's files `prompt_seen`) with an equal gold are a group; without prompts,
+    those of equal rows. The reward of an unjudged answer is null.
+    The findings are the number of each verdict, the speed, and the rows that could not be read. ValueError if `file`
+    does not exist or is `out`, or if both fields are the same.
     """
     if pred_field == gold_field:
         raise ValueError(f"the field {gold_field!r} is read as the gold answer and as the one that is judged: give two")
@@ -68,39 +68,39 @@ def grade(
                     problems.append(row)
                     continue
                 judgement, explanation = next(judged)
-                shown = {"explanation": explanation} if is_explained else {}
-                lines.write(json.dumps({"line": line} | _reply(judgement) | shown, default=str) + "\n")
+                explained = {"explanation": explanation} if is_explained else {}
+                lines.write(json.dumps({"line": line} | _result(judgement) | explained, default=str) + "\n")
                 verdicts[judgement.verdict] += 1
     if not verdicts and not problems:
         problems.append(DataProblem(file, None, None, "has no rows"))
     return _findings(out, verdicts, problems, judge.take_report())
 
 
-def _reply(judgement: Judgement) -> dict[str, Any]:
+def _result(judgement: Judgement) -> dict[str, Any]:
     reward = None if math.isnan(judgement.reward) else judgement.reward
     return {"verdict": judgement.verdict.name.lower(), "reward": reward}
 
 
-def _findings(out: Path, verdicts: Counter[Verdict], problems: Sequence[DataProblem], counts: JudgeReport) -> Findings:
+def _findings(out: Path, verdicts: Counter[Verdict], problems: Sequence[DataProblem], report: JudgeReport) -> Findings:
     """The findings for people; the speed is wall time of the judge and CPU time of the graders."""
     lines = [f"{verdict.name.lower()}: {verdicts[verdict]}" for verdict in sorted(verdicts)]
-    speed, number = "no answer judged", counts.num_answers
-    if number and counts.wall_s:
-        cpu_ms = 1000 * counts.cpu_s / number
-        speed = f"{number / counts.wall_s:.0f} answers per second, {cpu_ms:.2f} CPU seconds per 1,000 answers"
+    speed, number = "no answer judged", report.num_answers
+    if number and report.wall_s:
+        cpu_s = 1000 * report.cpu_s / number
+        speed = f"{number / report.wall_s:.0f} answers per second, {cpu_s:.2f} CPU seconds per 1,000 answers"
     lines.append(f"{speed}; one verdict per line in {out}")
-    if counts.num_unjudged:
-        unjudged = f"{counts.num_unjudged} unjudged, the fault of the judge"
-        lines.append(f"{unjudged}; the first error: {counts.first_error}")
+    if report.num_unjudged:
+        unjudged = f"{report.num_unjudged} unjudged, the fault of the judge"
+        lines.append(f"{unjudged}; the first error: {report.first_error}")
     lines += [describe(problems)] if problems else []
     lines += ["--gold-field and --pred-field name other columns"] if any(p.field for p in problems) else []
-    return Findings(tuple(lines), is_sound=not problems and not counts.num_unjudged)
+    return Findings(tuple(lines), is_sound=not problems and not report.num_unjudged)
 
 
 def _batches(
     file: Path, gold: str, pred: str | None, most: float
 ) -> Iterator[list[tuple[int | None, Asked | DataProblem]]]:
-    """Numbers of lines, with what each asks of the judge."""
+    """The rows in batches of at most `most`: line number, and the question to the judge or the row's problem."""
     batch = []
     for line, record in read_records(file):
         batch.append((line, _row(file, line, record, gold, pred) if isinstance(record, dict) else record))
@@ -125,7 +125,7 @@ def _row(file: Path, line: int, record: dict[str, Any], gold_field: str, given: 
         return DataProblem(file, line, "stop", f"is {quoted(stop)}, needs one of {', '.join(STOPS)}")
     row = fields_text({name: value for name, value in record.items() if name not in ("prompt", pred_field)})
     question = record.get("prompt") or record.get("prompt_seen")
-    place = hash((str(question), gold_text(gold))) if question else None
+    place = hash((str(question), gold_text(gold))) if question else None  # equal for the answers of a group
     asked = record.get("prompt") or ""
     prompt = prompt_text(asked, {}, None) if prompt_problem(asked) is None else str(asked)
     return Asked(prompt, gold_text(pred), gold_text(gold), STOPS[stop], row, place=place)

@@ -1,4 +1,4 @@
-"""`hacpo-mega data inspect`: counts, lengths under each agent's tokenizer, bad rows, repetitions, overlap, golds.
+"""`hacpo-mega data inspect`: counts, prompt lengths under tokenizers, bad rows, repetitions, overlap, golds.
 
 The text is for a person at a terminal; `Findings.is_sound` is for an exit status. Elsewhere: reading (datasets.py)
 and what counts as the same problem (dataset_checks.py).
@@ -21,7 +21,7 @@ NUM_SHOWN = 5
 
 @dataclass(frozen=True)
 class Findings:
-    """Lines to print. Not sound: rows that cannot be read, one problem with two gold answers, evaluation trained on."""
+    """Lines to print. Not sound: unreadable rows, contradicting golds, golds that fail, evaluation trained on."""
 
     lines: tuple[str, ...]
     is_sound: bool
@@ -59,24 +59,24 @@ def read_all(files: Sequence[Path], layouts: Mapping[str, Layout] = LAYOUTS) -> 
 
 
 def read_evaluation(files: Sequence[Path], layouts: Mapping[str, Layout] = LAYOUTS) -> list[Dataset]:
-    """Files to compare with. ValueError also for one without a problem in it: nothing would be in common with it."""
+    """Evaluation files as datasets. ValueError also for one without problems: no overlap would be found with it."""
     datasets = read_all(files, layouts)
     if empty := [str(dataset.defects[0]) for dataset in datasets if not dataset.problems]:
         raise ValueError("\n".join(empty))
     return datasets
 
 
-def inspect_dataset(found: Dataset, codecs: Mapping[str, TextCodec], max_prompt_tokens: int) -> Findings:
+def inspect_dataset(dataset: Dataset, codecs: Mapping[str, TextCodec], max_prompt_tokens: int) -> Findings:
     """One file: rows, layout, subjects and levels, prompt lengths for each named codec, defects and repetitions."""
-    lines = [f"{found.path}: {len(found.problems)} problems, layout {found.layout or 'unknown'}"]
-    lines += _groups(found)
-    lines += [_lengths(found, name, codec, max_prompt_tokens) for name, codec in codecs.items()]
-    repeated = repetitions(found.problems)
+    lines = [f"{dataset.path}: {len(dataset.problems)} problems, layout {dataset.layout or 'unknown'}"]
+    lines += _groups(dataset)
+    lines += [_lengths(dataset, name, codec, max_prompt_tokens) for name, codec in codecs.items()]
+    repeated = repetitions(dataset.problems)
     contradictions = [repetition for repetition in repeated if not repetition.agrees]
-    lines += _shown("cannot be used", found.defects)
-    lines += _shown("repeated with another gold answer", contradictions)
-    lines += _shown("repeated", [repetition for repetition in repeated if repetition.agrees])
-    return Findings(tuple(lines), is_sound=not found.defects and not contradictions)
+    lines += _counted("cannot be used", dataset.defects)
+    lines += _counted("repeated with another gold answer", contradictions)
+    lines += _counted("repeated", [repetition for repetition in repeated if repetition.agrees])
+    return Findings(tuple(lines), is_sound=not dataset.defects and not contradictions)
 
 
 def inspect_overlap(training: Sequence[Problem], evaluation: Sequence[Dataset]) -> Findings:
@@ -85,16 +85,16 @@ def inspect_overlap(training: Sequence[Problem], evaluation: Sequence[Dataset]) 
     for dataset in evaluation:
         common = overlap(training, dataset.problems)
         kinds = Counter(repetition.kind for repetition in common)
-        how = ", ".join(f"{kinds[kind]} {kind}" for kind in kinds)
-        lines += _shown(f"of {len(dataset.problems)} of {dataset.path} also in the training data ({how})", common)
+        counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+        lines += _counted(f"of {len(dataset.problems)} of {dataset.path} also in the training data ({counts})", common)
         lines += [] if common else [f"none of {dataset.path} in the training data"]
-        lines += _shown(f"of {dataset.path} cannot be compared", dataset.defects)
+        lines += _counted(f"of {dataset.path} cannot be compared", dataset.defects)
         is_sound &= not common and not dataset.defects
     return Findings(tuple(lines), is_sound)
 
 
 def check_golds(problems: Sequence[Problem], judge: Judge) -> Findings:
-    """Grades every gold answer against itself: no answer could earn a reward for one that fails."""
+    """Grades every gold answer against itself: where it fails no answer to the problem could be right."""
     judgements = judge.judge([Asked(one.prompt, f"\\boxed{{{one.gold}}}", one.gold) for one in problems])
     pairs = zip(problems, judgements, strict=True)
     bad = [problem for problem, judgement in pairs if not judgement.is_success]
@@ -103,12 +103,12 @@ def check_golds(problems: Sequence[Problem], judge: Judge) -> Findings:
     return Findings(tuple(lines), is_sound=not bad)
 
 
-def _groups(found: Dataset) -> list[str]:
+def _groups(dataset: Dataset) -> list[str]:
+    """Lines on the most frequent subjects and levels."""
     lines = []
-    for title, values in (
-        ("subjects", [p.subject for p in found.problems]),
-        ("levels", [p.level for p in found.problems]),
-    ):
+    subjects = [problem.subject for problem in dataset.problems]
+    levels = [problem.level for problem in dataset.problems]
+    for title, values in (("subjects", subjects), ("levels", levels)):
         counts = Counter(value for value in values if value)
         if counts:
             most = ", ".join(f"{value} {count}" for value, count in counts.most_common(10))
@@ -116,9 +116,9 @@ def _groups(found: Dataset) -> list[str]:
     return lines
 
 
-def _lengths(found: Dataset, name: str, codec: TextCodec, max_prompt_tokens: int) -> str:
+def _lengths(dataset: Dataset, name: str, codec: TextCodec, max_prompt_tokens: int) -> str:
     """A line on the prompts' tokens. ValueError for a character without a token."""
-    lengths = sorted(codec.prompt_lengths([problem.prompt for problem in found.problems]))
+    lengths = sorted(codec.prompt_lengths([problem.prompt for problem in dataset.problems]))
     if not lengths:
         return f"  {name}: no prompts to measure"
     return (
@@ -127,8 +127,8 @@ def _lengths(found: Dataset, name: str, codec: TextCodec, max_prompt_tokens: int
     )
 
 
-def _shown(what: str, items: Sequence[object]) -> list[str]:
-    return [f"  {len(items)} {what}:", *listed(items)] if items else []
+def _counted(description: str, items: Sequence[object]) -> list[str]:
+    return [f"  {len(items)} {description}:", *listed(items)] if items else []
 
 
 def listed(items: Sequence[object], most: int = NUM_SHOWN) -> list[str]:

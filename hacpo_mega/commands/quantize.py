@@ -1,8 +1,8 @@
-"""A trained agent in FP8 or NVFP4 for vLLM: NVIDIA ModelOpt behind one function. The only door to modelopt.
+"""A trained agent in FP8 or NVFP4 for vLLM, by NVIDIA ModelOpt. No other file imports modelopt.
 
-Weights and activations are scaled by what the agent itself wrote: its last logged prompts and answers run through the
-model once (calibration). Embedding, output layer and norms stay in 16 bits. The cost of the change is measured on the
-same texts and written into the model card. Elsewhere: copying an agent as it is (export.py).
+The scales of weights and activations are calibrated on the agent's last logged prompts and answers, which run through
+the model once. Embedding, output layer and norms stay in 16 bits. The change of log-probs on the same sequences is
+measured and written into the model card. Elsewhere: copying an agent as it is (export.py).
 """
 
 import importlib.metadata
@@ -31,9 +31,9 @@ except ModuleNotFoundError as error:
     ) from error
 
 FORMATS: Mapping[str, Mapping[str, Any]] = {"fp8": mtq.FP8_DEFAULT_CFG, "nvfp4": mtq.NVFP4_DEFAULT_CFG}
-# Where ModelOpt can compute as the format will: its kernel for NVFP4's blocks of 16 is CUDA's alone.
+# Devices on which ModelOpt can simulate a format: its kernel for NVFP4's blocks of 16 needs CUDA.
 SIMULATED_ON = {"fp8": ("cpu", "cuda"), "nvfp4": ("cuda",)}
-NUM_CALIBRATED = 128
+MAX_SEQUENCES = 128
 
 
 def export_quantized(agent: TrainedAgent, out: Path, number_format: str) -> None:
@@ -43,39 +43,40 @@ def export_quantized(agent: TrainedAgent, out: Path, number_format: str) -> None
     """
     if number_format not in FORMATS:
         raise ValueError(f"--quantize {number_format!r} is unknown; there are: {', '.join(FORMATS)}")
-    texts = calibration_ids(agent)
+    sequences = calibration_sequences(agent)
     with draft_of(out) as draft:
         model = _load(agent.folder)
-        before = mean_logprobs(model, texts)
-        mtq.quantize(model, dict(FORMATS[number_format]), lambda calibrated: mean_logprobs(calibrated, texts))
-        cost = _cost(model, before, texts) if model.device.type in SIMULATED_ON[number_format] else ""
+        before = mean_logprobs(model, sequences)
+        mtq.quantize(model, dict(FORMATS[number_format]), lambda calibrated: mean_logprobs(calibrated, sequences))
+        cost = _cost(model, before, sequences) if model.device.type in SIMULATED_ON[number_format] else ""
         export_hf_checkpoint(model, export_dir=draft)
         copy_files(copied_files(agent.folder), agent.folder, draft)
         by = f"nvidia-modelopt {importlib.metadata.version('nvidia-modelopt')}"
-        weights = f"{number_format} by {by}, calibrated on {len(texts)} answers of the run"
+        weights = f"{number_format} by {by}, calibrated on {len(sequences)} answers of the run"
         card = model_card(agent, weights + cost)
         (draft / CARD).write_text(card, encoding="utf-8")
 
 
-def calibration_ids(agent: TrainedAgent) -> list[list[int]]:
-    """Token ids of the agent's own last prompts with its answers, at most 128. ValueError when the run logged none."""
+def calibration_sequences(agent: TrainedAgent) -> list[list[int]]:
+    """Token ids of the last logged prompts, each with an answer of the agent. ValueError if the run logged none."""
     codec = TextCodec(load_tokenizer(agent.folder, agent.agent.trust_remote_code), agent.agent.prompting)
     steps = logged_steps(agent.run_dir)
-    found: list[list[int]] = []
-    while steps and len(found) < NUM_CALIBRATED:
+    sequences: list[list[int]] = []
+    while steps and len(sequences) < MAX_SEQUENCES:
         for prompt in read_rollouts(agent.run_dir, steps.pop()):
             own = [answer["text"] for answer in prompt["answers"] if answer["agent"] == agent.agent.name]
-            found += [[*codec.encode_prompt(prompt_text(prompt)), *codec.encode_answer(text, True)] for text in own[:1]]
-    if not found:
+            if own:  # the first alone: the others have the same prompt
+                sequences.append([*codec.encode_prompt(prompt_text(prompt)), *codec.encode_answer(own[0], ended=True)])
+    if not sequences:
         raise ValueError(f"{agent.run_dir}/rollouts holds no answers of {agent.agent.name} to calibrate with")
-    return found[:NUM_CALIBRATED]
+    return sequences[:MAX_SEQUENCES]
 
 
 @torch.no_grad()
-def mean_logprobs(model: PreTrainedModel, texts: Sequence[Sequence[int]]) -> list[float]:
-    """The mean log-prob (nats) of every text's tokens after its first."""
+def mean_logprobs(model: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> list[float]:
+    """The mean log-prob (nats) of the tokens after the first, of every sequence."""
     means = []
-    for ids in texts:
+    for ids in sequences:
         tokens_1T = torch.tensor([ids], device=model.device)
         logits_TV = model(tokens_1T).logits[0, :-1].float()
         chosen_T = torch.log_softmax(logits_TV, dim=-1).gather(1, tokens_1T[0, 1:, None])
@@ -83,8 +84,8 @@ def mean_logprobs(model: PreTrainedModel, texts: Sequence[Sequence[int]]) -> lis
     return means
 
 
-def _cost(model: PreTrainedModel, before: Sequence[float], texts: Sequence[Sequence[int]]) -> str:
-    change = fmean(abs(b - a) for a, b in zip(before, mean_logprobs(model, texts)))
+def _cost(model: PreTrainedModel, before: Sequence[float], sequences: Sequence[Sequence[int]]) -> str:
+    change = fmean(abs(b - a) for a, b in zip(before, mean_logprobs(model, sequences)))
     return f"; mean change of an answer's mean log-prob: {change:.2g} nats"
 
 

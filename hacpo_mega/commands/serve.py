@@ -1,7 +1,7 @@
 """`hacpo-mega serve`: the endpoint of a model without a trainer, for environments and agent programs before a job.
 
-Its conversations are whatever their programs call them, and its key is the endpoint's own. Elsewhere: the routes and
-what they refuse (conversations/endpoint.py).
+The clients name the conversations; one key is valid for all. Elsewhere: the routes and the requests that they refuse
+(conversations/endpoint.py).
 """
 
 import signal
@@ -25,7 +25,7 @@ from hacpo_mega.models.files.visible import say
 from hacpo_mega.rollout.vllm.engine_loop import ServeTally, order_of_arrival
 from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer
 
-WAIT_S = 86_400.0  # ranks of an engine that nobody asks anything
+WAIT_S = 86_400.0  # of the engine's ranks for a request
 MAX_TURNS = 1000  # of a conversation
 
 
@@ -37,7 +37,7 @@ def serve(
     socket: Path | None = None,
     temperature: float | None = None,
 ) -> None:
-    """Answers until SIGTERM or Ctrl-C. Collective over `tp` processes, which form the engine.
+    """Serves until SIGTERM or Ctrl-C. Collective over `tp` processes, which form the engine.
 
     Raises ValueError for settings that do not fit the model, and for a chat template in which no conversation can be
     written.
@@ -47,7 +47,7 @@ def serve(
     if settings.prompting == Prompting() and tokenizer.chat_template:
         settings = replace(settings, prompting=replace(settings.prompting, chat_template=True))
     codec = TextCodec(tokenizer, settings.prompting)
-    kind = TurnFormat.of(codec).kind
+    turn_kind = TurnFormat.of(codec).kind
     with Place.join(RankMap(1, (AgentShape("served", tp=tp, engine_tp=tp),)), WAIT_S) as place, ExitStack() as stack:
         engine = engine_of(settings, codec, place)
         stack.callback(engine.close)
@@ -58,8 +58,8 @@ def serve(
             return
         turns = TurnQueue(engine.turn_limits)
         signal.signal(signal.SIGTERM, lambda *_: turns.finish())
-        most = engine.max_model_len
-        terms = Terms(engine.eos_ids, PlayLimits(MAX_TURNS, most, most), most, temperature)
+        max_tokens = engine.max_model_len
+        terms = Terms(engine.eos_ids, PlayLimits(MAX_TURNS, max_tokens, max_tokens), max_tokens, temperature)
         key, file = stack.enter_context(key_in_file("serve.key"))
         endpoint = Endpoint(
             turns, name, key, lambda tools: TurnFormat.of(codec, tools, plays_user=True), terms, seed=settings.seed
@@ -68,7 +68,7 @@ def serve(
         stack.callback(endpoint.stop)
         say(f"address {address}/v1 (one conversation: {address}/conversations/NAME/v1, or the header X-Session-ID)")
         say(f"key     in the file {file}")
-        say(f"model   {name}: {most} tokens, turns by {kind}; {order_of_arrival(engine.odd_row_counts)}")
+        say(f"model   {name}: {max_tokens} tokens, turns by {turn_kind}; {order_of_arrival(engine.odd_row_counts)}")
         tally = engine.serve(turns)
         say(_summary(tally, endpoint))
 

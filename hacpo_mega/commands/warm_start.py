@@ -41,13 +41,14 @@ def initialize(config: Config) -> None:
             create_model(draft, spec.init, config.seed)
         place.barrier()
         if is_missing and place.trains:
-            _warm_started(spec, draft, place, config)
+            _train_draft(spec, draft, place, config)
         place.barrier()
         if is_missing and place.coordinate.agent_rank == 0:
             draft.rename(spec.model)
 
 
-def _warm_started(spec: AgentConfig, draft: Path, place: Place, config: Config) -> None:
+def _train_draft(spec: AgentConfig, draft: Path, place: Place, config: Config) -> None:
+    """Warm-starts the model in `draft`, if the agent has a table for it. Collective over the agent's training ranks."""
     plan = spec.init.warm_start
     if plan is None:
         return
@@ -110,14 +111,14 @@ def warm_start(
     `turns` are the agent's tokens of what others say: a calculator's results, another agent's half of the work.
     """
     stream = WarmStartStream(plan.skills, plan.batch_size, seed)
-    my = place.coordinate
-    share = place.rank_map.share_of_agent(my)
+    coordinate = place.coordinate
+    share = place.rank_map.share_of_agent(coordinate)
     for update in range(plan.num_updates):
         worked = [worked_sequence(example, codec, turns) for example in stream.at(update)]
         num_trained = sum(sequence.num_trained for sequence in worked)
         result = actor.learn_supervised(worked[share], num_trained)
-        if my.agent_rank == 0 and (update + 1) % REPORT_EVERY == 0:
-            say(f"{my.agent_name}: warm start {update + 1}/{plan.num_updates}, loss {result.loss:.4f}")
+        if coordinate.agent_rank == 0 and (update + 1) % REPORT_EVERY == 0:
+            say(f"{coordinate.agent_name}: warm start {update + 1}/{plan.num_updates}, loss {result.loss:.4f}")
 
 
 def worked_sequence(example: Example, codec: TextCodec, turns: TurnFormat | None = None) -> TokenSequence:

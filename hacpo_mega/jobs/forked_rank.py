@@ -1,8 +1,8 @@
 """A rank on the CPU alone, forked from its launcher, which has imported its modules once for all ranks.
 
-It begins as a fresh interpreter would: no signal is handled, the command line is read again, and its output goes where
-its launcher's goes. Imported modules are shared memory. Elsewhere: ranks in fresh interpreters, and waiting for any of
-them (local.py).
+It begins as a fresh interpreter would: without signal handlers, from the command line, with its launcher's output
+streams. The memory of imported modules is shared. Elsewhere: ranks in fresh interpreters, and waiting for ranks
+(local.py).
 """
 
 import multiprocessing
@@ -15,16 +15,16 @@ from contextlib import suppress
 
 
 class ForkedRank(multiprocessing.get_context("fork").Process):
-    """As much of subprocess.Popen as a launcher asks of a rank. It ends without taking its libraries down."""
+    """The part of subprocess.Popen's interface that the launcher uses. It ends without taking its libraries down."""
 
     def __init__(
         self, module: str, arguments: Sequence[str], environment: Mapping[str, str], signals: Collection[signal.Signals]
     ) -> None:
-        """Starts `python -m MODULE ARGUMENTS` in a session of its own; none of the `signals` is missed or misled.
+        """Starts `python -m MODULE ARGUMENTS` in a session of its own, which every one of the `signals` ends.
 
-        Between the fork and the moment in which they end it, the child holds the launcher's handlers: so they wait.
+        They are blocked until the child has replaced the launcher's handlers, which it inherits.
         """
-        super().__init__(target=_play, args=(module, arguments, environment, signals))
+        super().__init__(target=_run_module, args=(module, arguments, environment, signals))
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
         try:
             self.start()
@@ -32,31 +32,31 @@ class ForkedRank(multiprocessing.get_context("fork").Process):
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def poll(self) -> int | None:
-        """The exit status, None while it runs; the number of the signal that has ended it, negative."""
+        """The exit status, or minus the number of the signal that ended it; None while it runs."""
         return self.exitcode
 
     @property
     def returncode(self) -> int | None:
-        """The same."""
+        """The result of `poll`: no call is needed before."""
         return self.exitcode
 
     def wait(self) -> None:
-        """Until it has ended."""
+        """Waits until it has ended."""
         self.join()
 
     def send_signal(self, number: int) -> None:
-        """Unless it has ended."""
+        """Sends it a signal, unless it has ended."""
         if self.exitcode is None:
-            with suppress(ProcessLookupError):  # a handler may strike between its end and the note of it
+            with suppress(ProcessLookupError):  # called from a signal handler, amid the reaping of the process
                 os.kill(self.pid, number)
 
 
-def _play(
+def _run_module(
     module: str, arguments: Sequence[str], environment: Mapping[str, str], signals: Collection[signal.Signals]
 ) -> None:
     os.setsid()
     for number in signals:
-        if signal.getsignal(number) != signal.SIG_IGN:  # which a fresh interpreter inherits, too
+        if signal.getsignal(number) != signal.SIG_IGN:  # a fresh interpreter, too, inherits that a signal is ignored
             signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
     os.environ.update(environment)

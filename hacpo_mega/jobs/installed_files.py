@@ -1,5 +1,5 @@
-"""Files that belong to the package and are no code: launch/ and configs/, in a checkout beside the package, in an
-installation inside it."""
+"""Folders that belong to the package and hold no code of it: launch/ and configs/. A checkout has them beside the
+package, an installation inside it."""
 
 from pathlib import Path
 

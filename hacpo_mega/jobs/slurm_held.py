@@ -1,8 +1,8 @@
-"""A run in an allocation that is there already: `hacpo-mega slurm CONFIG --job N`, after --hold or salloc. No torch.
+"""A run in an existing allocation: `hacpo-mega slurm CONFIG --job N`, after --hold or salloc. Imports no torch.
 
-The run's own job script (launch/slurm.sbatch) runs here, in the foreground, and its sruns on the first nodes of the
-allocation: secret, environment, placement, preflight and the line of whoever fails are those of a job. When the run
-ends, nothing starts it again. Elsewhere: how nodes are asked for (jobs/slurm_script.py).
+The run's job script (launch/slurm.sbatch) runs here, in the foreground, and its sruns on the first nodes of the
+allocation: secret, environment, placement, preflight and the report of a failed rank are those of a job. When the run
+ends, nothing starts it again. Elsewhere: the request for nodes (jobs/slurm_script.py).
 """
 
 import shutil
@@ -14,14 +14,14 @@ from hacpo_mega.cluster.machine.environment import outside_of_jobs
 from hacpo_mega.jobs.slurm_queue import ask, jobs_of
 from hacpo_mega.jobs.slurm_script import Job, require_no_job, write
 
-TOLD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def start_in(job: Job, number: str, *, fresh: bool) -> int:
-    """Runs the job on nodes of job `number`, to its end, and returns its status.
+    """Runs the job on nodes of job `number`, to its end, and returns its exit code.
 
-    A signal has the run take a checkpoint and end, a second one ends it at once. ValueError where that job does not
-    run, or has too few nodes, and for --fresh beside a job of the run.
+    The first signal makes the run save a checkpoint and end, a second one ends it at once. ValueError if that job does
+    not run, or has too few nodes, and for --fresh beside a job of the run.
     """
     if len(job.plan.components) > 1:
         raise ValueError("slurm.agents: nodes of several kinds are a job of their own; leave --job out")
@@ -32,14 +32,14 @@ def start_in(job: Job, number: str, *, fresh: bool) -> int:
     script = write(replace(job, held=True), fresh=fresh)
     chosen = {"SLURM_JOB_NODELIST": ",".join(nodes[:needed]), "SLURM_JOB_NUM_NODES": str(needed)}
     environment = outside_of_jobs() | chosen | {"SLURM_JOB_ID": number}
-    # In a session of its own: Ctrl-C would end the script and leave its srun.
+    # A session of its own, since Ctrl-C would end the script and leave its srun.
     process = subprocess.Popen(["bash", str(script)], env=environment, start_new_session=True)
     signals = iter(["USR1"])
 
     def pass_on(*_: object) -> None:
         subprocess.Popen(["scancel", f"--signal={next(signals, 'TERM')}", number])
 
-    before = {signum: signal.signal(signum, pass_on) for signum in TOLD}
+    before = {signum: signal.signal(signum, pass_on) for signum in FORWARDED_SIGNALS}
     try:
         return process.wait()
     finally:

@@ -1,4 +1,4 @@
-"""Layout of a Slurm job: ranks on nodes, and what a node is asked for, by the rank map and the [slurm] table. Pure.
+"""Layout of a Slurm job: the ranks of each node, and the request for a node, by the rank map and the [slurm] table.
 
 Nodes are filled with whole cells in the order of ranks, so that
 
@@ -6,18 +6,18 @@ Nodes are filled with whole cells in the order of ranks, so that
     its pipeline stages follow each other, and a cell of several nodes fills them
     the agents, and with them the leaders of a lane, are on different nodes as soon as one of them fills a node
 
-Nodes of one kind are an ordinary job. If agents ask for nodes of different kinds it is a heterogeneous one, whose
-components have the same number of processes on each of their nodes, since srun spreads unequal ones as it likes.
+Nodes of one kind are an ordinary job. If agents ask for nodes of different kinds the job is heterogeneous. All nodes of
+a component then have the same number of processes, since srun spreads unequal numbers as it likes.
 
-Each node is asked for, since Slurm would give each process one core, and the memory of that core:
+The request names processors and memory, since Slurm would give each process one core and the memory of that core:
 
     processors   slurm.cpus_per_rank, else an equal share of a whole node, else those of one of its GPUs
     memory       slurm.mem, else all of a whole node (--mem=0, for which a job waits until nobody else is there), else
-                 the share of what the job takes of its GPUs
+                 the share of the node's GPUs that the job takes
     GPUs         --gpus-per-node, slurm.gres, or nothing where Slurm counts none: then whole nodes
 
-Elsewhere: the job script (slurm_script.py), queries to Slurm (slurm_queue.py), the environment of a process
-(environment.py).
+Nothing here reads a file or asks Slurm. Elsewhere: the job script (slurm_script.py), queries to Slurm (slurm_queue.py),
+the environment of a process (environment.py).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,14 +29,14 @@ from hacpo_mega.config.tables.slurm import SlurmAgentConfig, SlurmConfig
 from hacpo_mega.jobs.slurm_queue import NodeGroup
 from hacpo_mega.models.files.visible import columns
 
-UNKNOWN_CPUS = 8  # of a process where nobody says how many a node has: fits nodes of 8 GPUs and 64 cores
+UNKNOWN_CPUS = 8  # of a process, if a node's number is not known: fits nodes of 8 GPUs and 64 cores
 WHOLE_NODE = "--exclusive"
 SECONDS = {"d": 86_400, "h": 3_600, "m": 60, "s": 1}
 
 
 @dataclass(frozen=True)
 class NodeKind:
-    """Request for a node. `ranks` is its number of processes: one per GPU, if it has some."""
+    """Request for a node. `ranks` is its number of processes: one per GPU, if there are any."""
 
     partition: str | None
     constraint: str | None
@@ -60,7 +60,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Component:
-    """Nodes of one kind: an ordinary job, or a part of a heterogeneous one. `counts` are the processes of each node."""
+    """Nodes of one kind: an ordinary job, or a part of a heterogeneous one. `counts`: each node's processes."""
 
     kind: NodeKind
     counts: tuple[int, ...]
@@ -80,7 +80,7 @@ class Plan:
 
     @classmethod
     def of(cls, rank_map: RankMap, slurm: SlurmConfig) -> "Plan":
-        """The plan of a configuration. ValueError, with the arithmetic, for a layout that the nodes cannot take."""
+        """The plan of a configuration. ValueError, with the arithmetic, for a layout that does not fit the nodes."""
         if rank_map.shares_devices:
             raise ValueError(
                 "placement = 'shared': hacpo-mega slurm gives every process a GPU of its own. In an allocation of one "
@@ -94,7 +94,7 @@ class Plan:
         if slurm.nodes not in (None, len(plan.nodes)):
             raise ValueError(
                 f"slurm.nodes ({slurm.nodes}) is not what {rank_map.world_size} ranks ({rank_map.arithmetic()}) fill "
-                f"at {_spoken(sorted({kind.ranks for kind in kinds}))} per node. Nearest: {len(plan.nodes)}"
+                f"at {_either(sorted({kind.ranks for kind in kinds}))} per node. Nearest: {len(plan.nodes)}"
             )
         return plan
 
@@ -107,7 +107,7 @@ class Plan:
         return [Component(kind, tuple(node.num_ranks for node in nodes)) for (kind, _), nodes in alike]
 
     def table(self, max_nodes: int = 16) -> str:
-        """The nodes as text, one per line, the middle left out beyond `max_nodes`; below them, why it is so."""
+        """The nodes as text, one per line, the middle left out beyond `max_nodes`; then the reasons for the layout."""
         shown = [*range(len(self.nodes))]
         if len(shown) > max_nodes:
             shown = [*shown[: max_nodes - 2], -1, shown[-1]]
@@ -125,11 +125,11 @@ class Plan:
     def _row(self, number: int) -> tuple[str, str, str]:
         node = self.nodes[number]
         kind = f" ({node.kind.partition})" if node.kind.partition else ""
-        who: dict[str, set[int]] = {}
+        cells_of: dict[str, set[int]] = {}
         for rank in range(node.first, node.first + node.num_ranks):
-            place = self.rank_map.coordinate(rank)
-            who.setdefault(place.agent_name, set()).add(place.cell)
-        agents = "; ".join(f"{name} {_span('cell', cells)}" for name, cells in who.items())
+            coordinate = self.rank_map.coordinate(rank)
+            cells_of.setdefault(coordinate.agent_name, set()).add(coordinate.cell)
+        agents = "; ".join(f"{name} {_span('cell', cells)}" for name, cells in cells_of.items())
         plural = "s" if node.num_ranks > 1 else ""
         return f"node {number}{kind}", f"rank{plural} {node.ranks}", agents + self._idle(node)
 
@@ -142,19 +142,19 @@ class Plan:
         for agent, shape in enumerate(self.rank_map.agents):
             first = self.rank_map.first_ranks[agent]
             size = self.nodes[self.node_of(first)].kind.ranks
-            room = f"a cell fills {shape.cell_size // size} nodes" if shape.cell_size > size else "cells are whole"
+            cells = f"a cell fills {shape.cell_size // size} nodes" if shape.cell_size > size else "cells are whole"
             block = shape.tp * shape.cp
             tensor = f"over {-(-block // size)} nodes" if block > size else "on one node"
             ranks = "tensor" if shape.cp == 1 else "tensor and context"
             stages = f", its {shape.pp} pipeline stages next to each other" if shape.pp > 1 else ""
-            lines.append(f"{shape.name}: {room}, the {ranks} ranks of a cell {tensor}{stages}")
-        homes = {self.node_of(leader) for leader in self.rank_map.leaders(0)}
-        lines.append(f"lane 0: its leaders exchange {'over' if len(homes) > 1 else 'inside'} {_span('node', homes)}")
+            lines.append(f"{shape.name}: {cells}, the {ranks} ranks of a cell {tensor}{stages}")
+        nodes = {self.node_of(leader) for leader in self.rank_map.leaders(0)}
+        lines.append(f"lane 0: its leaders exchange {'over' if len(nodes) > 1 else 'inside'} {_span('node', nodes)}")
         return lines
 
 
 def seconds_of(time: str) -> int:
-    """A limit of time in Slurm's forms, in seconds: "90", "30:00", "12:00:00", "2-12", "1-06:30:00"."""
+    """Seconds of a time limit in Slurm's forms: "90" and "30:00" (minutes first), "12:00:00", "2-12", "1-06:30:00"."""
     days, dash, clock = time.rpartition("-")
     parts = [int(part) for part in clock.split(":")]
     names = "hms" if dash or len(parts) == 3 else "ms"
@@ -170,15 +170,15 @@ def _kinds(rank_map: RankMap, slurm: SlurmConfig) -> list[NodeKind]:
     return [_kind(slurm, slurm.agents.get(name, SlurmAgentConfig()), name) for name in names]
 
 
-def _kind(slurm: SlurmConfig, own: SlurmAgentConfig, name: str) -> NodeKind:
-    gpus = slurm.gpus_per_node if own.gpus_per_node is None else own.gpus_per_node
-    ranks = gpus or own.ranks_per_node or slurm.ranks_per_node
+def _kind(slurm: SlurmConfig, agent: SlurmAgentConfig, name: str) -> NodeKind:
+    gpus = slurm.gpus_per_node if agent.gpus_per_node is None else agent.gpus_per_node
+    ranks = gpus or agent.ranks_per_node or slurm.ranks_per_node
     if ranks is None:
         raise ValueError(
             f"slurm.ranks_per_node is not given, and the nodes of agent {name} have no GPUs (gpus_per_node 0): say how "
             "many processes a node takes"
         )
-    return NodeKind(own.partition or slurm.partition, own.constraint or slurm.constraint, gpus, ranks)
+    return NodeKind(agent.partition or slurm.partition, agent.constraint or slurm.constraint, gpus, ranks)
 
 
 def _require_whole_cells(shape: AgentShape, kind: NodeKind, tp_across_nodes: bool) -> None:
@@ -190,7 +190,7 @@ def _require_whole_cells(shape: AgentShape, kind: NodeKind, tp_across_nodes: boo
     if not (fits or tp_across_nodes):
         raise ValueError(
             f"agent {shape.name}: {words} would cross nodes of slurm.{key} {kind.ranks}, and every layer would "
-            f"wait for the network. Choose {name} {_spoken(_divisors(kind.ranks))}, or slurm.tp_across_nodes=true"
+            f"wait for the network. Choose {name} {_either(_divisors(kind.ranks))}, or slurm.tp_across_nodes=true"
         )
     small, large = sorted((shape.cell_size, kind.ranks))
     if large % small:
@@ -203,7 +203,7 @@ def _require_whole_cells(shape: AgentShape, kind: NodeKind, tp_across_nodes: boo
 
 
 def _fill(rank_map: RankMap, kinds: Sequence[NodeKind]) -> list[Node]:
-    """Nodes with whole cells, by rank; another kind of node, or a cell that no longer fits, begins a new one."""
+    """Nodes with whole cells, by rank; a new node begins with another kind, or with a cell that no longer fits."""
     nodes: list[Node] = []
     rank = 0
     for agent, (shape, kind) in enumerate(zip(rank_map.agents, kinds, strict=True)):
@@ -230,66 +230,67 @@ def _span(word: str, numbers: set[int]) -> str:
     return f"{word} {first}" if first == last else f"{word}s {first}-{last}"
 
 
-def _spoken(counts: Sequence[int]) -> str:
+def _either(counts: Sequence[int]) -> str:
     *first, last = map(str, counts)
     return f"{', '.join(first)} or {last}" if first else last
 
 
 @dataclass(frozen=True)
 class Request:
-    """Resources of a job: `cpus` of each process, and `why` so many; `gpus`, the line of each component or ""; `mem` of
-    a node of each component, and why so much; `problems`, a line for each thing that this cluster could never give."""
+    """The resources that a job asks for.
+
+    cpus       of each process; cpus_reason   says why so many
+    gpus       the option of each component, or ""
+    mem        of a node of each component; mem_reason   says why so much
+    problems   requests that this cluster could never meet, a line each
+    """
 
     cpus: int
-    why: str
+    cpus_reason: str
     gpus: tuple[str, ...]
     mem: tuple[str, ...]
-    why_mem: str
+    mem_reason: str
     takes_whole_nodes: bool
     problems: tuple[str, ...]
 
     def __str__(self) -> str:
-        words = {"0": "all memory", "": "memory"}
-        memory = " or ".join(words.get(mem, f"{mem} of memory") for mem in dict.fromkeys(self.mem))
-        memory += f" ({self.why_mem})" if self.why_mem else ""
+        texts = {"0": "all memory", "": "memory"}
+        memory = " or ".join(texts.get(mem, f"{mem} of memory") for mem in dict.fromkeys(self.mem))
+        memory += f" ({self.mem_reason})" if self.mem_reason else ""
         whole = ", whole nodes" if self.takes_whole_nodes else ""
         cpus = "1 processor" if self.cpus == 1 else f"{self.cpus} processors"
-        return f"each process: {cpus} ({self.why}); each node: {memory}{whole}"
+        return f"each process: {cpus} ({self.cpus_reason}); each node: {memory}{whole}"
 
 
 def request_of(plan: Plan, slurm: SlurmConfig, known: Mapping[str, Sequence[NodeGroup]]) -> Request:
-    """The request of a plan. `known` are the nodes by partition, "" the default one; empty if Slurm could not be asked.
+    """The request of a plan. `known` are the nodes by partition, "" the default one; empty if Slurm does not answer.
 
     Its problems are a partition that does not exist, or has too few nodes, GPUs or processors.
     """
     parts = plan.components
-    groups = [_groups(part, known) for part in parts]
-    counts_none = any(own and part.kind.gpus and not any(one.gpus for one in own) for part, own in zip(parts, groups))
-    asks_none = slurm.gres == "none" or (slurm.gres is None and counts_none)
+    candidates = [(part, _candidates(part, known)) for part in parts]
+    no_gpus = any(groups and part.kind.gpus and not any(group.gpus for group in groups) for part, groups in candidates)
+    asks_none = slurm.gres == "none" or (slurm.gres is None and no_gpus)  # Slurm counts no GPUs
     whole = asks_none or WHOLE_NODE in slurm.sbatch_options
     gpus = tuple(_gpus_line(part, slurm.gres, asks_none) for part in parts)
     if slurm.cpus_per_rank is not None:
-        cpus, why = slurm.cpus_per_rank, "slurm.cpus_per_rank"
+        cpus, cpus_reason = slurm.cpus_per_rank, "slurm.cpus_per_rank"
     else:
-        cpus, why = min(_share(part, own, whole) for part, own in zip(parts, groups, strict=True))
-    problems = [
-        line for part, own in zip(parts, groups, strict=True) for line in _problems(part, parts, own, known, cpus)
-    ]
+        cpus, cpus_reason = min(_cpus(part, groups, whole) for part, groups in candidates)
+    problems = [line for part, groups in candidates for line in _problems(part, parts, groups, known, cpus)]
     if any(option.startswith("--mem") for option in slurm.sbatch_options):
-        mem, why_mem = ("",) * len(parts), "slurm.sbatch_options"
+        mem, mem_reason = ("",) * len(parts), "slurm.sbatch_options"
     elif slurm.mem is not None:
-        mem, why_mem = (slurm.mem,) * len(parts), "slurm.mem"
+        mem, mem_reason = (slurm.mem,) * len(parts), "slurm.mem"
     else:
-        shares = [_memory(part, own, cpus, whole) for part, own in zip(parts, groups, strict=True)]
-        mem, why_mem = (
-            tuple(mem for mem, _ in shares),
-            "; ".join(dict.fromkeys(filter(None, (why for _, why in shares)))),
-        )
-    return Request(cpus, why, gpus, mem, why_mem, whole, tuple(dict.fromkeys(problems)))
+        shares = [_memory(part, groups, cpus, whole) for part, groups in candidates]
+        mem = tuple(mem for mem, _ in shares)
+        mem_reason = "; ".join(dict.fromkeys(reason for _, reason in shares if reason))
+    return Request(cpus, cpus_reason, gpus, mem, mem_reason, whole, tuple(dict.fromkeys(problems)))
 
 
-def _groups(part: Component, known: Mapping[str, Sequence[NodeGroup]]) -> Sequence[NodeGroup]:
-    """The nodes that a component may get; of several partitions those of all."""
+def _candidates(part: Component, known: Mapping[str, Sequence[NodeGroup]]) -> Sequence[NodeGroup]:
+    """The nodes that a component may get, of all its partitions."""
     return [group for name in _partitions(part) for group in known.get(name, ())]
 
 
@@ -304,7 +305,7 @@ def _problems(
     known: Mapping[str, Sequence[NodeGroup]],
     cpus: int,
 ) -> Iterator[str]:
-    """Requests that no node could meet for a component, which shares its partitions with other `parts`."""
+    """Requests of a component that no node could meet; it shares its partitions with other `parts`."""
     for name in _partitions(part) if known else ():
         if name not in known:
             asked = f"slurm.partition {name}: there is no such partition" if name else "there is no default partition"
@@ -312,53 +313,52 @@ def _problems(
     if not groups:
         return
     needed = sum(len(other.counts) for other in parts if other.kind.partition == part.kind.partition)
-    there = sum(group.num_nodes for group in groups)
-    if needed > there:
+    available = sum(group.num_nodes for group in groups)
+    if needed > available:
         yield (
-            f"the job needs {needed} nodes, {_named(part)} has {there}: it would wait for ever. Use fewer lanes or "
-            "cells, more processes on a node, or another partition"
+            f"the job needs {needed} nodes, {_partition_name(part)} has {available}: it would wait for ever. Use fewer "
+            "lanes or cells, more processes on a node, or another partition"
         )
-    yield from _of_fullest_node(part, groups, cpus)
+    yield from _fullest_node_problems(part, groups, cpus)
 
 
-def _named(part: Component) -> str:
+def _partition_name(part: Component) -> str:
     return f"partition {part.kind.partition}" if part.kind.partition else "the default partition"
 
 
-def _of_fullest_node(part: Component, groups: Sequence[NodeGroup], cpus: int) -> Iterator[str]:
-    """Some node must have the processors and the GPUs of the fullest node of a component."""
+def _fullest_node_problems(part: Component, groups: Sequence[NodeGroup], cpus: int) -> Iterator[str]:
+    """A problem if no node has the processors, or the GPUs, of a component's node with the most processes."""
     ranks, gpus = max(part.counts), part.kind.gpus
     if not any(group.cpus >= ranks * cpus for group in groups):
         most = max(group.cpus for group in groups)
         yield (
-            f"{ranks} processes of {cpus} processors need {ranks * cpus} on a node, the largest of {_named(part)} has "
-            f"{most}. Nearest: slurm.cpus_per_rank={max(1, most // ranks)}"
+            f"{ranks} processes of {cpus} processors need {ranks * cpus} on a node, the largest of "
+            f"{_partition_name(part)} has {most}. Nearest: slurm.cpus_per_rank={max(1, most // ranks)}"
         )
     most = max(group.gpus for group in groups)
     if 0 < most < min(gpus, ranks):
-        yield f"slurm.gpus_per_node ({gpus}): a node of {_named(part)} has {most}. Nearest: {most}"
+        yield f"slurm.gpus_per_node ({gpus}): a node of {_partition_name(part)} has {most}. Nearest: {most}"
 
 
-def _share(part: Component, groups: Sequence[NodeGroup], whole: bool) -> tuple[int, str]:
-    """Processors of a process, and the reason: by the smallest possible node."""
+def _cpus(part: Component, groups: Sequence[NodeGroup], whole: bool) -> tuple[int, str]:
+    """Processors of a process, and the reason for so many: a share of the smallest node that may come."""
     if not groups:
         return UNKNOWN_CPUS, "sinfo could not be asked; slurm.cpus_per_rank says another number"
     least = min(_fitting(part, groups), key=lambda group: group.cpus)
     if whole:
         return max(1, least.cpus // max(part.counts)), f"{least.cpus} of a node, shared by {max(part.counts)}"
     places = max(part.kind.ranks, least.gpus if part.kind.gpus else 0)
-    why = f"{least.cpus} of a node, for each of {places} places" if places > 1 else f"{least.cpus} of a node"
-    return max(1, least.cpus // places), why
+    reason = f"{least.cpus} of a node, for each of {places} places" if places > 1 else f"{least.cpus} of a node"
+    return max(1, least.cpus // places), reason
 
 
 def _fitting(part: Component, groups: Sequence[NodeGroup]) -> Sequence[NodeGroup]:
-    """The nodes with enough GPUs for a component; all where none has."""
+    """The nodes with enough GPUs for a component; all nodes if none has."""
     return [group for group in groups if part.kind.gpus and group.gpus >= max(part.counts)] or groups
 
 
 def _memory(part: Component, groups: Sequence[NodeGroup], cpus: int, whole: bool) -> tuple[str, str]:
-    """The value of --mem for a component's nodes, and the reason: the job's share of the smallest node, by GPUs or
-    processors."""
+    """The value of --mem for a component's nodes, and the reason: the job's share of a node, by GPUs or processors."""
     if whole:
         return "0", ""
     if not groups or not all(group.memory_mib for group in groups):
@@ -366,16 +366,16 @@ def _memory(part: Component, groups: Sequence[NodeGroup], cpus: int, whole: bool
     shares = []
     for group in _fitting(part, groups):
         if part.kind.gpus:
-            taken, places, what = _num_gpus(part), max(part.kind.ranks, group.gpus), "GPUs"
+            taken, total, unit = _num_gpus(part), max(part.kind.ranks, group.gpus), "GPUs"
         else:
-            taken, places, what = max(part.counts) * cpus, group.cpus, "processors"
-        taken = min(taken, places)
-        why = f"{taken} of {places} {what} of a node with {group.memory_mib}M" if taken < places else ""
-        shares.append((group.memory_mib * taken // places, why))
-    if not any(why for _, why in shares):
+            taken, total, unit = max(part.counts) * cpus, group.cpus, "processors"
+        taken = min(taken, total)
+        reason = f"{taken} of {total} {unit} of a node with {group.memory_mib}M" if taken < total else ""
+        shares.append((group.memory_mib * taken // total, reason))
+    if not any(reason for _, reason in shares):
         return "0", ""
-    mib, why = min(shares)
-    return f"{mib}M", why or "the whole of the smallest node"
+    mib, reason = min(shares)
+    return f"{mib}M", reason or "the whole of the smallest node"
 
 
 def _num_gpus(part: Component) -> int:
@@ -384,7 +384,7 @@ def _num_gpus(part: Component) -> int:
 
 
 def _gpus_line(part: Component, gres: str | None, asks_none: bool) -> str:
-    """The option that requests a component's GPUs. ValueError if a typed number is not that of gpus_per_node."""
+    """The option that requests a component's GPUs. ValueError if slurm.gres has another number than gpus_per_node."""
     if not part.kind.gpus or asks_none:
         return ""
     number = _num_gpus(part)

@@ -1,11 +1,10 @@
 """`hacpo-mega slurm`: the job script of a run, from launch/slurm.sbatch, and its submission. Imports no torch.
 
     <run_dir>/slurm/job.<N>.sbatch   the script of the Nth submission    config.<N>.toml   of all its attempts
-    <run_dir>/slurm/<job>.log        what the script and rank 0 say
+    <run_dir>/slurm/<job>.log        output of the script and of rank 0
 
-Neither is ever written again: a job that waits or is queued again finds what it was submitted with.
-Elsewhere: who runs where and what a node is asked for (jobs/slurm_plan.py), what becomes of an
-attempt (the script itself).
+Script and configuration are never overwritten: a job that waits, or is queued again, keeps those of its submission.
+Elsewhere: the ranks of each node and the request (jobs/slurm_plan.py), the attempts of a job (the script itself).
 """
 
 import re
@@ -25,20 +24,29 @@ from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import Config, SlurmConfig
 from hacpo_mega.jobs.installed_files import installed_files
 from hacpo_mega.jobs.slurm_plan import WHOLE_NODE, Plan, Request, request_of, seconds_of
-from hacpo_mega.jobs.slurm_queue import CONTROLLER_S, QueuedJob, ask, job_name, jobs_of, partitions, spoken, submitted
+from hacpo_mega.jobs.slurm_queue import (
+    CONTROLLER_S,
+    QueuedJob,
+    ask,
+    ask_sbatch,
+    job_line,
+    job_name,
+    jobs_of,
+    partitions,
+)
 from hacpo_mega.logbook.run.older_runs import move_aside
 from hacpo_mega.logbook.run.run_lock import RunLock
 from hacpo_mega.models.files.hub import CACHE, HubModel
 
 LAUNCH = installed_files("launch")
 TEMPLATE = LAUNCH / "slurm.sbatch"
-ODD = '%"\\'  # in a directive: a number of the job, the end of the value, an escape
-ODD_IN_MOUNTS = ',:"$`'  # pyxis cuts at the first two; enroot's shell reads the others
+FORBIDDEN = '%"\\'  # in a path of a directive: sbatch reads a pattern, the end of the value, an escape
+FORBIDDEN_IN_MOUNTS = ',:"$`'  # pyxis splits at the first two; enroot's shell expands the others
 PLACEHOLDERS = ("directives", "settings", "setup")
 # Messages that sbatch --test-only gives also for nodes that are drained or down, for which a job may wait.
 MAY_CHANGE = re.compile(r"(?i)not available|unavailable|down, drained|limit")
-# The only work of a held allocation: it signals its runs when the time is nearly over.
-HOLD = """\
+# The script of a held allocation, which only signals its runs when the time is nearly over.
+HOLD_SCRIPT = """\
 #!/bin/bash
 @directives@
 trap 'scancel --signal=USR1 "$SLURM_JOB_ID"' USR1
@@ -46,14 +54,20 @@ echo "[slurm $(date '+%F %T')] job $SLURM_JOB_ID holds $SLURM_JOB_NODELIST"
 sleep infinity &
 while kill -0 $! 2>/dev/null; do wait $!; done
 """
-# File systems in the memory of one machine. Nothing is known of others here: the head node of a cluster may export its
-# own disk; a node that does not see the folder says so when the job starts.
+# File systems in the memory of one machine. Any other may be shared, even the login node's own disk, if it is exported;
+# a node that does not see the folder reports it when the job starts.
 NEVER_SHARED = ("tmpfs", "ramfs", "devtmpfs")
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run's submission to Slurm. `config` is the TOML of its attempts; the script's text is `script` of a number."""
+    """A run's submission to Slurm.
+
+    options   arguments for `hacpo-mega train`
+    mounts    folders that a container must show
+    config    TOML text for all attempts
+    held      on nodes of an allocation that stays when the run ends
+    """
 
     run_dir: Path
     plan: Plan
@@ -67,22 +81,23 @@ class Job:
     held: bool = False
 
     def script(self, number: int) -> str:
-        """The job script of the Nth submission of the run."""
+        """The job script of the run's submission of this number."""
         parts = {
             "directives": "\n".join(_directives(self)),
             "settings": "\n".join(_settings(self, number)),
             "setup": "\n".join(_setup(self.slurm.setup)),
         }
-        return re.sub("@([a-z_]+)@", lambda found: parts[found[1]], self.template)
+        return re.sub("@([a-z_]+)@", lambda match: parts[match[1]], self.template)
 
     def folder(self) -> Path:
         return self.run_dir / "slurm"
 
 
 def prepare(config: Config, options: Sequence[str] = (), *, for_any_cluster: bool = False) -> Job:
-    """The job of a configuration; writes nothing. `options` are those of `train`.
+    """The job of a configuration; writes nothing. `options` are arguments for `hacpo-mega train`.
 
-    ValueError, in one line, for what no cluster could run, and this one neither, unless it is `for_any_cluster`.
+    ValueError for a job that no cluster could run and, unless it is `for_any_cluster`, for one that this cluster could
+    not.
     """
     slurm, plan = config.slurm, Plan.of(RankMap.of(config), config.slurm)
     if slurm.time is not None and seconds_of(slurm.time) <= slurm.signal_s:
@@ -93,7 +108,7 @@ def prepare(config: Config, options: Sequence[str] = (), *, for_any_cluster: boo
     if slurm.nodelist is not None and len(plan.components) > 1:
         raise ValueError("slurm.nodelist: nodes of several kinds cannot be named in one list; leave it out")
     run_dir = config.run_dir.absolute()
-    if odd := sorted(set(ODD).intersection(f"{run_dir}{Path.cwd()}")):
+    if odd := sorted(set(FORBIDDEN).intersection(f"{run_dir}{Path.cwd()}")):
         raise ValueError(f"run_dir {run_dir}: sbatch reads {odd[0]!r} in the path of a log as its own; give another")
     if len(plan.nodes) > 1 and (kind := _file_system(run_dir)) in NEVER_SHARED:
         raise ValueError(
@@ -110,17 +125,17 @@ def prepare(config: Config, options: Sequence[str] = (), *, for_any_cluster: boo
         template=_template(slurm.template),
         slurm=slurm,
         options=tuple(options),
-        mounts=tuple(_seen_by_processes(config)),
+        mounts=tuple(_mounts(config)),
         has_hub_models=any(HubModel.of_snapshot(agent.model) for agent in config.agents),
         config=tomli_w.dumps(plain(config)),
     )
 
 
 def submit(job: Job, *, fresh: bool) -> Iterator[str]:
-    """Writes the script and submits it with sbatch; prints the job's number, its log and how to watch and end it.
+    """Writes the script and submits it with sbatch; yields lines on the job: number, log, how to watch and end it.
 
-    `fresh` moves the content of the run's folder aside. ValueError without sbatch, if the run already has a job whose
-    folder `fresh` would take, and with Slurm's own message if it refuses the job.
+    `fresh` moves the content of the run's folder aside. ValueError without sbatch, if the run has a job whose folder
+    `fresh` would move, and with Slurm's message if it refuses the job.
     """
     sbatch = _sbatch("; --dry-run shows the script")
     others = jobs_of(job.run_dir, CONTROLLER_S)
@@ -129,43 +144,43 @@ def submit(job: Job, *, fresh: bool) -> Iterator[str]:
             f"squeue does not answer: whether a job of {job.run_dir} runs or waits is not known; try later"
         )
     require_no_job(job, others, fresh=fresh)
-    _refuse_if_slurm_would(sbatch, job)
+    _require_acceptance(sbatch, job)
     script = write(job, fresh=fresh)
-    number = _accepted(submitted([sbatch, "--parsable", str(script)], job.run_dir), str(script))
+    number = _job_number(ask_sbatch([sbatch, "--parsable", str(script)], job.run_dir), str(script))
     log = job.folder() / f"{number}.log"
     if others:
-        yield f"this run has a job already: {spoken(others)}; this one begins when it has ended"
+        yield f"this run has a job already: {job_line(others)}; this one begins when it has ended"
     watch, state = (shlex.quote(str(path)) for path in (log, job.run_dir))
     yield f"job {number}, log {log}\nwatch: tail -F {watch}\nstate: hacpo-mega slurm --status {state}"
     yield f"end:   scancel {number}"
 
 
 def hold(job: Job) -> Iterator[str]:
-    """Submits an allocation of the job's nodes that stays until its time is over, and starts nothing on them.
+    """Submits an allocation of the job's nodes that lasts until its time limit, and starts nothing; yields lines on it.
 
-    ValueError without sbatch, for nodes of several kinds, and with Slurm's words when it refuses.
+    ValueError without sbatch, and with Slurm's message if it refuses.
     """
     sbatch, held = _sbatch(), replace(job, held=True)
-    folder = _own_folder(job)
-    text = HOLD.replace("@directives@", "\n".join(_directives(held)))
-    number = _accepted(submitted([sbatch, "--parsable"], job.run_dir, text, held=True), "the job")
+    folder = _private_folder(job)
+    text = HOLD_SCRIPT.replace("@directives@", "\n".join(_directives(held)))
+    number = _job_number(ask_sbatch([sbatch, "--parsable"], job.run_dir, text, held=True), "the job")
     yield f"job {number} holds {len(job.plan.nodes)} nodes, log {folder / f'held.{number}.log'}"
     yield f"start:  hacpo-mega slurm CONFIG --job {number}     one configuration after the other, as soon as it runs"
     yield f"end:    scancel {number}"
 
 
-def require_no_job(job: Job, others: Sequence[QueuedJob], *, fresh: bool) -> None:
-    """ValueError where `fresh` would take the folder from a job of the run."""
-    if fresh and others:
-        numbers = " ".join(other.number for other in others)
-        raise ValueError(f"--fresh: {spoken(others)} of {job.run_dir}: wait for it, or end it first: scancel {numbers}")
+def require_no_job(job: Job, jobs: Sequence[QueuedJob], *, fresh: bool) -> None:
+    """ValueError if `fresh` would move the folder of a job that waits or runs."""
+    if fresh and jobs:
+        numbers = " ".join(queued.number for queued in jobs)
+        raise ValueError(f"--fresh: {job_line(jobs)} of {job.run_dir}: wait for it, or end it first: scancel {numbers}")
 
 
-def _refuse_if_slurm_would(sbatch: str, job: Job) -> None:
-    """ValueError, before anything is written, with Slurm's message, for an unknown account, qos or option."""
+def _require_acceptance(sbatch: str, job: Job) -> None:
+    """ValueError with Slurm's message for an unknown account, qos or option, before anything is written."""
     done = ask([sbatch, "--test-only", "--output=/dev/null"], script=job.script(1))
     if not MAY_CHANGE.search(done.stderr):
-        _accepted(done, "the job")
+        _job_number(done, "the job")
 
 
 def _sbatch(hint: str = "") -> str:
@@ -174,23 +189,23 @@ def _sbatch(hint: str = "") -> str:
     return sbatch
 
 
-def _accepted(done: subprocess.CompletedProcess, what: str) -> str:
-    """The number of a job that sbatch has taken. ValueError with Slurm's words where it has not."""
+def _job_number(done: subprocess.CompletedProcess, submission: str) -> str:
+    """The number of a submitted job. ValueError with Slurm's message if sbatch has refused it."""
     if done.returncode:
-        words = "; ".join(line.replace("sbatch: error: ", "") for line in done.stderr.strip().splitlines())
-        raise ValueError(f"Slurm refuses {what}: {words}")
+        message = "; ".join(line.replace("sbatch: error: ", "") for line in done.stderr.strip().splitlines())
+        raise ValueError(f"Slurm refuses {submission}: {message}")
     return done.stdout.strip().partition(";")[0]
 
 
 def write(job: Job, *, fresh: bool) -> Path:
-    """Writes the next submission's two files; returns the script's path. `fresh` first moves the content of the run's
-    folder aside."""
+    """Writes script and configuration of the next submission; returns the script's path. `fresh` first moves the
+    content of the run's folder aside."""
     if fresh:
         with RunLock(job.run_dir) as lock:
             aside = move_aside(job.run_dir)
             job.run_dir.mkdir(parents=True, exist_ok=True)
-            lock.enter(aside)  # else what marks the lock would stay in the folder that has moved
-    folder = _own_folder(job)
+            lock.enter(aside)  # else the lock's mark would stay in the folder that has moved
+    folder = _private_folder(job)
     number = 1
     while (folder / f"config.{number}.toml").exists():
         number += 1
@@ -202,8 +217,8 @@ def write(job: Job, *, fresh: bool) -> Path:
     return script
 
 
-def _own_folder(job: Job) -> Path:
-    """The folder of the run's scripts and logs; nobody else may write it."""
+def _private_folder(job: Job) -> Path:
+    """Makes the folder of the run's scripts and logs, to which no other user may write."""
     folder = job.folder()
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -216,20 +231,21 @@ def _own_folder(job: Job) -> Path:
 
 
 def _template(path: Path | None) -> str:
-    """The job script with its placeholders. ValueError where it has others, or lacks one."""
+    """The job script with its placeholders. ValueError if one is missing or unknown."""
     try:
         text = (path or TEMPLATE).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"slurm.template: {path} cannot be read: {error}") from error
-    found = set(re.findall("@([a-z_]+)@", text))
-    for name in sorted(found.symmetric_difference(PLACEHOLDERS)):
-        problem = "is no placeholder" if name in found else "is missing"
+    names = set(re.findall("@([a-z_]+)@", text))
+    for name in sorted(names.symmetric_difference(PLACEHOLDERS)):
+        problem = "is no placeholder" if name in names else "is missing"
         raise ValueError(f"slurm.template: @{name}@ {problem} in {path}; it needs @{'@, @'.join(PLACEHOLDERS)}@")
     return text
 
 
-def _seen_by_processes(config: Config) -> Iterator[Path]:
-    """The folders that a container must show at their own paths: the run's lock lies beside its folder."""
+def _mounts(config: Config) -> Iterator[Path]:
+    """The folders that a container must show at their own paths."""
+    # The parent of run_dir, since the run's lock lies beside its folder.
     yield from (LAUNCH.parent, Path.cwd(), config.run_dir.absolute().parent)
     for agent in config.agents:  # the files of a snapshot are links into the folder of all its model's snapshots
         model = HubModel.of_snapshot(agent.model)
@@ -239,10 +255,10 @@ def _seen_by_processes(config: Config) -> Iterator[Path]:
 
 
 def _directives(job: Job) -> Iterator[str]:
-    """The #SBATCH lines: of the job, then of each component. Held nodes belong to no run, and come once."""
+    """The #SBATCH lines: of the job, then of each component. An allocation for --job is never queued again."""
     slurm = job.slurm
     yield f'#SBATCH --job-name="{job_name(job.run_dir, held=job.held)}"'
-    # The name of a number alone is for logs of the run: one on held nodes says elsewhere what it says.
+    # A log with a bare number belongs to the run (slurm_status.py); that of a held allocation does not.
     yield f'#SBATCH --output="{job.run_dir}/slurm/{"held." * job.held}%j.log"'
     yield "#SBATCH --open-mode=append"
     yield f'#SBATCH --chdir="{Path.cwd()}"'
@@ -251,7 +267,7 @@ def _directives(job: Job) -> Iterator[str]:
     for number, component in enumerate(job.plan.components):
         if number:
             yield "#SBATCH hetjob"
-            # Else it would have the name of the first, and wait for that to end.
+            # With the first component's name it would wait for that one to end (singleton).
             yield f'#SBATCH --job-name="{job_name(job.run_dir)}+{number}"'
         options: Mapping[str, str | int | None] = {
             "partition": component.kind.partition,
@@ -268,7 +284,8 @@ def _directives(job: Job) -> Iterator[str]:
             "signal": f"B:USR1@{slurm.signal_s}",
         }
         yield from (f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None)
-        yield from (f"#SBATCH --{gpus}" for gpus in filter(None, [job.request.gpus[number]]))
+        if gpus := job.request.gpus[number]:
+            yield f"#SBATCH --{gpus}"
         yield f"#SBATCH --{'no-' * job.held}requeue"
         if job.request.takes_whole_nodes and WHOLE_NODE not in slurm.sbatch_options:
             yield f"#SBATCH {WHOLE_NODE}"
@@ -296,13 +313,13 @@ def _settings(job: Job, number: int) -> Iterator[str]:
     yield f"preflight_wait_s={slurm.preflight_wait_s}"
     yield f"max_attempts={slurm.max_attempts}"
     yield f"held={int(job.held)} # whether the nodes stay when this script ends"
-    # The nodes look for models of the Hub where they were found here, whatever home or HF_HOME they have.
+    # The nodes must read models of the Hub from this cache, whatever home or HF_HOME they have.
     environment = {"HF_HUB_CACHE": CACHE, **slurm.environment} if job.has_hub_models else slurm.environment
     yield from (f"export {name}={shlex.quote(value)}" for name, value in environment.items())
 
 
 def _setup(lines: Sequence[str]) -> Iterator[str]:
-    """The user's own lines, each of which must succeed. ValueError for one that bash cannot read by itself."""
+    """The lines of slurm.setup, each of which must succeed. ValueError for one that is not a complete command."""
     for line in lines:
         done = subprocess.run(["bash", "-n"], input=f"{line}\n", capture_output=True, text=True)
         if done.returncode:
@@ -312,28 +329,28 @@ def _setup(lines: Sequence[str]) -> Iterator[str]:
 
 
 def _container(job: Job) -> Iterator[str]:
-    """Options of pyxis; the script sets the name, by which the container is removed in the end."""
+    """Options of pyxis; the script adds a name for the container, to remove it by."""
     if job.slurm.container_image is None:
         if job.slurm.container_mounts:
             raise ValueError("slurm.container_mounts: there is no slurm.container_image to mount them in")
         return
     folders = sorted(set(job.mounts))
-    outer = [one for one in folders if not any(other != one and one.is_relative_to(other) for other in folders)]
-    for folder in outer:
-        if odd := sorted(set(ODD_IN_MOUNTS).intersection(str(folder))):
+    outermost = [one for one in folders if not any(other != one and one.is_relative_to(other) for other in folders)]
+    for folder in outermost:
+        if odd := sorted(set(FORBIDDEN_IN_MOUNTS).intersection(str(folder))):
             raise ValueError(
                 f"{folder}: pyxis reads {odd[0]!r} in the path of a mount as its own, and the container needs this "
                 "folder; give it another name"
             )
     yield f"--container-image={job.slurm.container_image}"
-    yield f"--container-mounts={','.join([*(f'{one}:{one}' for one in outer), *job.slurm.container_mounts])}"
+    yield f"--container-mounts={','.join([*(f'{one}:{one}' for one in outermost), *job.slurm.container_mounts])}"
     yield f"--container-workdir={Path.cwd()}"
-    if "--container-mount-home" not in job.slurm.srun_options:  # packages and settings in it would win over the image's
+    if "--container-mount-home" not in job.slurm.srun_options:  # its packages and settings would shadow the image's
         yield "--no-container-mount-home"
 
 
 def _file_system(path: Path) -> str:
-    """The type of the file system that holds a path, or would, once it exists."""
+    """The type of the file system that holds a path, also of one that does not exist yet."""
     mounts = [line.split(" - ") for line in Path("/proc/self/mountinfo").read_text("utf-8").strip("\n").split("\n")]
     types = {Path(left.split()[4]): right.split()[0] for left, right in mounts}
     resolved = path.resolve()

@@ -1,6 +1,6 @@
-"""A node's report before a job starts: code, versions, devices, models, memory, disk; and which nodes differ by them.
+"""A node's report before a job starts (code, versions, devices, models, memory, disk), and the findings of all reports.
 
-Imports no torch. Elsewhere: facts that take two nodes to find (meeting.py).
+Imports no torch. Elsewhere: measurements between two nodes (meeting.py).
 """
 
 import hashlib
@@ -27,17 +27,17 @@ from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import Config
 from hacpo_mega.config.checks.notes import missing_kernels
 
-OUR_PACKAGES = ("hacpo_mega", "hacpo_grading", "hacpo_kernels")
-SHORT = 12  # characters of a digest that a person reads
-# Shared memory that NVIDIA's containers ask for (docker run --shm-size=1g): NCCL's ranks of one node meet there.
+OWN_PACKAGES = ("hacpo_mega", "hacpo_grading", "hacpo_kernels")
+DIGEST_CHARACTERS = 12  # short, since people compare them
+# Shared memory that NVIDIA's containers ask for (docker run --shm-size=1g): NCCL uses it between a node's ranks.
 SHM_BYTES_WITH_GPUS = 1 << 30
-# The ranks of a vLLM engine on the CPU meet in 4 MiB each (docs/guide/troubleshooting.md).
+# Each rank of a vLLM engine on the CPU takes 4 MiB of shared memory (docs/guide/troubleshooting.md).
 SHM_BYTES_PER_RANK = 4 << 20
 MAX_CLOCK_SKEW_S = 2.0  # files of a later step must not look older
 MIN_MEMORY_SHARE = 0.5  # of the free memory of other nodes of the same agents
 MIN_CORES_SHARE = 0.5  # of a process's cores on other nodes of the same agents with as many processes
-MOST_PACKAGES = 5  # that are named of one node
-PROBED_NEIGHBOURS = 2  # tells a node that nobody reaches from one that reaches nobody
+MOST_PACKAGES = 5  # named in the finding of a node
+PROBED_NEIGHBOURS = 2  # one would not distinguish a node that cannot be reached from one that reaches none
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,14 @@ class NodeReport:
     """The facts of a node.
 
     agents      names of the agents whose ranks are on it
-    in_job      what must be equal on all nodes, by what it is
-    in_agents   what must be equal on the nodes of the same agents: other partitions may have other devices
-    packages    all that Python finds, name to version: equal on all nodes, as in_job
-    cores       processors of each process; threads   how many it runs on them (OMP_NUM_THREADS)
+    in_job      facts by name, equal on all nodes of a sound job
+    in_agents   facts by name, equal on the nodes of the same agents: other partitions may have other devices
+    packages    versions by name of all packages that Python finds, equal on all nodes
+    cores       processors of each process; threads   OMP_NUM_THREADS of a process
     wanted      processors that a process needs at least
     *_bytes     free now: host memory, /dev/shm, the disk of the run folder
-    shortage    the line of `train` where the disk of the run folder cannot hold the run
-    problems    what is wrong with it whatever the others say
+    shortage    the message of `train` if the disk of the run folder is too small for the run
+    problems    faults of this node by itself, a line each
     """
 
     node: str
@@ -76,7 +76,7 @@ def report_of(env: LauncherEnv, config: Config, versions: Mapping[str, str]) -> 
     """This node's report, by its first process; `versions` are those of the installed packages."""
     shown = visible_devices()
     gpus, problems = visible_gpus(shown)
-    if not gpus and torch_cuda() is None:  # a CPU environment uses none: a tool that fails there is no fault of a node
+    if not gpus and torch_cuda() is None:  # a CPU environment needs no GPU: a failing nvidia-smi is no fault there
         problems = []
     problems += [*compiler_problems(), *missing_kernels(config)] if gpus else []
     environment, mismatch = _environment_facts(gpus)
@@ -85,19 +85,19 @@ def report_of(env: LauncherEnv, config: Config, versions: Mapping[str, str]) -> 
     facts |= {f"{name}'s version": version for name, version in versions.items()}
     shortage = ""
     try:
-        facts |= {f"{agent.name}'s model folder": _model(agent.model) for agent in config.agents}
+        facts |= {f"{agent.name}'s model folder": _model_digest(agent.model) for agent in config.agents}
         require_room(config)
     except OSError as error:
         problems.append(f"agents: {error}")
-    except ValueError as short:
-        shortage = str(short)
+    except ValueError as error:
+        shortage = str(error)
     shm = free_bytes(Path("/dev/shm"))
     shm_needed = SHM_BYTES_WITH_GPUS if gpus else SHM_BYTES_PER_RANK * env.num_local
     if shm < shm_needed:
-        problems.append(f"/dev/shm: {size(shm)} free, {size(shm_needed)} needed")
+        problems.append(f"/dev/shm: {size_text(shm)} free, {size_text(shm_needed)} needed")
     devices = min(env.num_local, RankMap.of(config).num_devices)
-    has_its_own = shown is not None and len(gpus) == 1  # Slurm may show each process one, another to each
-    if 0 < len(gpus) < devices and not has_its_own:
+    has_own_gpu = shown is not None and len(gpus) == 1  # Slurm may show each process only its own GPU
+    if 0 < len(gpus) < devices and not has_own_gpu:
         problems.append(f"{len(gpus)} GPUs, {devices} needed")
     return NodeReport(
         node=env.node,
@@ -118,7 +118,7 @@ def report_of(env: LauncherEnv, config: Config, versions: Mapping[str, str]) -> 
     )
 
 
-def size(number: float) -> str:
+def size_text(number: float) -> str:
     """Bytes for people: "1.5 GiB"."""
     for unit in ("B", "KiB", "MiB"):
         if number < 1024:
@@ -128,27 +128,27 @@ def size(number: float) -> str:
 
 
 def source_digest() -> str:
-    """A digest of all source files of this project's packages: two checkouts that differ in a byte differ in it."""
+    """A digest of all source files of this project's packages."""
     digest = hashlib.sha256()
-    for package in OUR_PACKAGES:
+    for package in OWN_PACKAGES:
         for folder in importlib.util.find_spec(package).submodule_search_locations:
             for file in sorted(Path(folder).rglob("*.py")):
                 digest.update(f"{package}/{file.relative_to(folder)}\0".encode() + file.read_bytes() + b"\0")
-    return digest.hexdigest()[:SHORT]
+    return digest.hexdigest()[:DIGEST_CHARACTERS]
 
 
 def _installed() -> dict[str, str]:
-    """All packages that Python finds here, and their versions; of two of one name the first is imported."""
-    found = [(package.name, package.version) for package in importlib.metadata.distributions()]
-    return dict(reversed(found))
+    """Versions of all packages that Python finds here, by name; of two of one name the first is the imported one."""
+    packages = [(package.name, package.version) for package in importlib.metadata.distributions()]
+    return dict(reversed(packages))
 
 
 def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:SHORT]
+    return hashlib.sha256(content).hexdigest()[:DIGEST_CHARACTERS]
 
 
-def _model(folder: Path) -> str:
-    """Digests of a model's files. OSError if they are unreadable."""
+def _model_digest(folder: Path) -> str:
+    """A digest of config.json, and the number, names and sizes of weight files. OSError for an unreadable file."""
     config = (folder / "config.json").read_bytes()
     files = sorted(folder.glob("*.safetensors"))
     sizes = [file.stat().st_size for file in files]
@@ -177,7 +177,7 @@ def _device_facts(gpus: Sequence[Gpu]) -> dict[str, str]:
 
 
 def _environment_facts(gpus: Sequence[Gpu]) -> tuple[dict[str, str], list[str]]:
-    """CUDA of this environment with the driver of a node that has GPUs, and why the one does not run on the other."""
+    """CUDA of this environment and the driver of a node with GPUs, as a fact; a problem if they do not fit together."""
     if (driver := installed_driver() if gpus else None) is None:
         return {}, []
     cuda = torch_cuda()
@@ -194,16 +194,17 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Look:
-    """A node's findings about others.
+class ProbeReport:
+    """A node's test of the run folder and of its neighbours.
 
-    home         whose file it sees in the run folder; equal on all nodes if they share it
-    unreached    the nodes that it could not connect to, of those that it was asked to, with the error
-    clock_s      its clock when it was told to look
+    mark        whose mark it reads in the run folder (meeting.py); equal on all nodes if they share the folder
+    targets     the nodes that it connected to
+    unreached   errors by node, of targets that it could not connect to
+    clock_s     its clock when it was told to probe
     """
 
-    home: str
-    asked: Sequence[str]
+    mark: str
+    targets: Sequence[str]
     unreached: Mapping[str, str]
     clock_s: float
 
@@ -213,28 +214,28 @@ def report_findings(reports: Sequence[NodeReport]) -> list[Finding]:
 
     A node that could not read its configuration has no facts to compare.
     """
-    found = [Finding(report.node, problem) for report in reports for problem in report.problems]
+    findings = [Finding(report.node, problem) for report in reports for problem in report.problems]
     reports = [report for report in reports if report.in_job]
     if not shared_shortage(reports):
-        found += [Finding(report.node, report.shortage) for report in reports if report.shortage]
-    found += _differing((report.node, report.in_job) for report in reports)
-    found += _other_packages(reports)
+        findings += [Finding(report.node, report.shortage) for report in reports if report.shortage]
+    findings += _differing((report.node, report.in_job) for report in reports)
+    findings += _differing_packages(reports)
     for agents in dict.fromkeys(report.agents for report in reports):
         peers = [report for report in reports if report.agents == agents]
-        found += _differing((report.node, report.in_agents) for report in peers)
-        found += _short_of_memory(peers)
-        found += _short_of_cores(peers)
-    return found
+        findings += _differing((report.node, report.in_agents) for report in peers)
+        findings += _short_of_memory(peers)
+        findings += _short_of_cores(peers)
+    return findings
 
 
 def shared_shortage(reports: Sequence[NodeReport]) -> str:
-    """The line on a disk that all nodes find too small for the run: no node's fault. Empty if there is none."""
+    """The message on a disk that all nodes find too small for the run, which is no node's fault; else empty."""
     lines = [report.shortage for report in reports if report.in_job]
     return lines[0] if lines and all(lines) else ""
 
 
 def warnings(reports: Sequence[NodeReport]) -> list[str]:
-    """Warnings that hold on every node, so that leaving some out would not help; in the first node's words."""
+    """Warnings that name no bad node, since any other would have the same; each for the first node that has it."""
     first = {}
     for report in reports:
         at = f"{report.node}: {report.cores} processor(s) of each process"
@@ -245,19 +246,20 @@ def warnings(reports: Sequence[NodeReport]) -> list[str]:
     return [f"warning: {text}: see slurm.cpus_per_rank" for text in first.values()]
 
 
-def look_findings(looks: Mapping[str, Look], asked_s: float, heard_s: Mapping[str, float]) -> list[Finding]:
-    """Findings of nodes about each other: run folder, ways between them, clocks.
+def probe_findings(probes: Mapping[str, ProbeReport], sent_s: float, received_s: Mapping[str, float]) -> list[Finding]:
+    """Findings of the nodes' probes: run folder, connections between nodes, clocks.
 
-    `asked_s` is when rank 0 told them to look, `heard_s` when it heard of each, by its clock. A clock is off by less
-    than heard - told from what it shows, so a node is named only if no delay can explain it.
+    Rank 0 sent the request at `sent_s` and received each report at `received_s`, by its own clock. A right clock shows
+    a time between the two, however long the messages take.
     """
-    found = _differing((node, {"the run folder": look.home}) for node, look in looks.items())
-    found += list(_ways(looks))
-    for node, look in looks.items():
-        ahead, behind = look.clock_s - heard_s[node], asked_s - look.clock_s
-        if ahead > MAX_CLOCK_SKEW_S or behind > MAX_CLOCK_SKEW_S:
-            found.append(Finding(node, f"its clock is {max(ahead, behind):.1f} s {'ahead' if ahead > 0 else 'behind'}"))
-    return found
+    findings = _differing((node, {"the run folder": probe.mark}) for node, probe in probes.items())
+    findings += list(_unreachable(probes))
+    for node, probe in probes.items():
+        ahead, behind = probe.clock_s - received_s[node], sent_s - probe.clock_s
+        if max(ahead, behind) > MAX_CLOCK_SKEW_S:
+            text = f"its clock is {max(ahead, behind):.1f} s {'ahead' if ahead > 0 else 'behind'}"
+            findings.append(Finding(node, text))
+    return findings
 
 
 def neighbours(nodes: Sequence[str], index: int) -> list[str]:
@@ -267,79 +269,79 @@ def neighbours(nodes: Sequence[str], index: int) -> list[str]:
 
 
 def suspects(failed: Iterable[frozenset[str]], passed: Iterable[frozenset[str]]) -> list[str]:
-    """The nodes that all failed groups have in common and no group of theirs that worked has; sorted."""
+    """The nodes that are in all `failed` groups and in no group that `passed`; sorted."""
     common = frozenset.intersection(*failed)
     return sorted(common.difference(*passed))
 
 
 def _differing(facts: Iterable[tuple[str, Mapping[str, str]]]) -> list[Finding]:
-    """A finding for every fact of a node that differs from the majority; of two halves, the first node's is right."""
+    """A finding for every fact of a node that differs from the most frequent value; of equals the first node's wins."""
     facts = list(facts)
-    found = []
-    for name in dict.fromkeys(name for _, own in facts for name in own):
-        values = Counter(own.get(name, "absent") for _, own in facts)
-        usual, number = values.most_common(1)[0]  # of equals, the one met first
-        found += [
-            Finding(node, f"{name}: {own.get(name, 'absent')}; on {number} other node(s): {usual}")
-            for node, own in facts
-            if own.get(name, "absent") != usual
+    findings = []
+    for name in dict.fromkeys(name for _, facts_of_node in facts for name in facts_of_node):
+        values = [(node, facts_of_node.get(name, "absent")) for node, facts_of_node in facts]
+        usual, number = Counter(value for _, value in values).most_common(1)[0]
+        findings += [
+            Finding(node, f"{name}: {value}; on {number} other node(s): {usual}")
+            for node, value in values
+            if value != usual
         ]
-    return found
+    return findings
 
 
 def _short_of_memory(reports: Sequence[NodeReport]) -> list[Finding]:
     usual = statistics.median(report.memory_bytes for report in reports)
+    others = f"{size_text(usual)} on the other nodes"
     return [
-        Finding(report.node, f"host memory: {size(report.memory_bytes)} free, {size(usual)} on the other nodes")
+        Finding(report.node, f"host memory: {size_text(report.memory_bytes)} free, {others}")
         for report in reports
         if report.memory_bytes < MIN_MEMORY_SHARE * usual
     ]
 
 
 def _short_of_cores(reports: Sequence[NodeReport]) -> list[Finding]:
-    """Compares with nodes of as many processes: unbound resources are shared by all processes of a node."""
-    found = []
+    """Compares with nodes of as many processes: where processes are not bound they share all of a node's processors."""
+    findings = []
     for number in dict.fromkeys(report.num_ranks for report in reports):
         peers = [report for report in reports if report.num_ranks == number]
         usual = statistics.median(report.cores for report in peers)
-        found += [
+        findings += [
             Finding(report.node, f"processors of each process: {report.cores}; {usual:.0f} on the other nodes")
             for report in peers
             if report.cores < MIN_CORES_SHARE * usual
         ]
-    return found
+    return findings
 
 
-def _other_packages(reports: Sequence[NodeReport]) -> list[Finding]:
-    """The packages by which a node differs from most, in a line."""
-    texts, found = defaultdict(list), []
+def _differing_packages(reports: Sequence[NodeReport]) -> list[Finding]:
+    """One finding per node with the packages by which it differs from most."""
+    by_node, findings = defaultdict(list), []
     for finding in _differing((report.node, report.packages) for report in reports):
-        texts[finding.node].append(finding.text)
-    for node, own in texts.items():
-        more = f" and {len(own) - MOST_PACKAGES} more" if len(own) > MOST_PACKAGES else ""
-        found.append(Finding(node, f"installed packages: {' / '.join(own[:MOST_PACKAGES])}{more}"))
-    return found
+        by_node[finding.node].append(finding.text)
+    for node, texts in by_node.items():
+        more = f" and {len(texts) - MOST_PACKAGES} more" if len(texts) > MOST_PACKAGES else ""
+        findings.append(Finding(node, f"installed packages: {' / '.join(texts[:MOST_PACKAGES])}{more}"))
+    return findings
 
 
-def _ways(looks: Mapping[str, Look]) -> Iterator[Finding]:
-    """Nodes that nobody reaches, then nodes that reach nobody; a way that is closed for one of two is the target's
-    fault."""
-    asked_by: dict[str, list[str]] = {node: [] for node in looks}
-    closed_to: dict[str, list[str]] = {node: [] for node in looks}
-    for node, look in looks.items():
-        for other in look.asked:
-            asked_by[other].append(node)
-            if other in look.unreached:
-                closed_to[other].append(node)
-    lonely = {
+def _unreachable(probes: Mapping[str, ProbeReport]) -> Iterator[Finding]:
+    """Nodes that reach none of several targets although others do, then targets that other nodes cannot connect to."""
+    callers: dict[str, list[str]] = {node: [] for node in probes}
+    failed: dict[str, list[str]] = {node: [] for node in probes}
+    for node, probe in probes.items():
+        for target in probe.targets:
+            callers[target].append(node)
+            if target in probe.unreached:
+                failed[target].append(node)
+    isolated = {
         node
-        for node, look in looks.items()
-        if len(look.unreached) == len(look.asked) > 1 and any(closed_to[n] != asked_by[n] for n in look.asked)
+        for node, probe in probes.items()
+        if len(probe.unreached) == len(probe.targets) > 1 and any(failed[n] != callers[n] for n in probe.targets)
     }
-    for node in lonely:
-        error = next(iter(looks[node].unreached.values()))
-        yield Finding(node, f"it reaches none of {', '.join(looks[node].asked)} ({error})")
-    for node, callers in closed_to.items():
-        if blaming := [caller for caller in callers if caller not in lonely]:
-            error = looks[blaming[0]].unreached[node]
-            yield Finding(node, f"{' and '.join(blaming)} cannot connect to it ({error})")
+    for node in isolated:
+        error = next(iter(probes[node].unreached.values()))
+        yield Finding(node, f"it reaches none of {', '.join(probes[node].targets)} ({error})")
+    for target, nodes in failed.items():
+        if blaming := [node for node in nodes if node not in isolated]:
+            error = probes[blaming[0]].unreached[target]
+            yield Finding(target, f"{' and '.join(blaming)} cannot connect to it ({error})")

@@ -54,16 +54,16 @@ def _own_run_folder(folder: Path) -> None:
 
 
 def _closed_port(folder: Path) -> None:
-    """Its door is announced on a port where nobody listens, as behind a firewall."""
+    """Its listener is announced on a port where nobody listens, as behind a firewall."""
     with socket.create_server(("", 0)) as server:
         closed = server.getsockname()[1]
-    start = hacpo_mega.preflight.meeting.Door.__init__
+    start = hacpo_mega.preflight.meeting.ProbeListener.__init__
 
-    def start_behind_a_wall(door, node, secret):
-        start(door, node, secret)
-        door.port = closed
+    def start_behind_a_wall(listener, node, secret):
+        start(listener, node, secret)
+        listener.port = closed
 
-    hacpo_mega.preflight.meeting.Door.__init__ = start_behind_a_wall
+    hacpo_mega.preflight.meeting.ProbeListener.__init__ = start_behind_a_wall
 
 
 def _wrong_clock(folder: Path) -> None:
@@ -78,11 +78,11 @@ def _hangs(folder: Path) -> None:
 def _hangs_over_weights(folder: Path) -> None:
     real = hacpo_mega.preflight.meeting.GroupTest._time
 
-    def hang(test, link, *rest):
-        if link.kind == "weights, all-gather":
-            test.stage = (link.kind, link.group)
+    def hang(test, timing, *rest):
+        if timing.kind == "weights, all-gather":
+            test.stage = (timing.kind, timing.group)
             time.sleep(3600.0)
-        real(test, link, *rest)
+        real(test, timing, *rest)
 
     hacpo_mega.preflight.meeting.GroupTest._time = hang
 

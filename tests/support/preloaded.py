@@ -2,10 +2,10 @@
 
 from contextlib import suppress
 
-from hacpo_mega.cli.start import objects_that_stay
+from hacpo_mega.cli.start import no_garbage_collection
 
 # Objects that every collection of a child would walk, and whose pages it would copy.
-with objects_that_stay():
+with no_garbage_collection():
     import megatron.core.models.mimo  # noqa: F401
     import torch.distributed.checkpoint
     import torch.utils.serialization.config  # noqa: F401

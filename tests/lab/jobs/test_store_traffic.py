@@ -100,10 +100,12 @@ def meet(num_ranks: int) -> dict[str, int]:
     env = LauncherEnv(rank, num_ranks, rank, num_ranks, "here", (), address, port, launcher_keeps_store=False)
     meeting = Meeting(env, TIMEOUT_S)
     meeting.store = store = CountingStore(meeting.store)
-    meeting.tell("round", {"rank": rank})
+    meeting.send("round", {"rank": rank})
     if rank == 0:
-        assert dict(meeting.hear("round", range(num_ranks))) == {other: {"rank": other} for other in range(num_ranks)}
-        meeting.answer("round", {"code": 0})
+        assert dict(meeting.receive("round", range(num_ranks))) == {
+            other: {"rank": other} for other in range(num_ranks)
+        }
+        meeting.send_answer("round", {"code": 0})
     else:
         assert meeting.await_answer("round") == {"code": 0}
     counts = {name: number for name, number in store.counts.items() if name in ("set", "get", "add")}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from repository import ROOT
 
-from hacpo_mega.cli.start import objects_that_stay
+from hacpo_mega.cli.start import no_garbage_collection
 from hacpo_mega.cluster.machine import environment
 from hacpo_mega.cluster.machine.environment import library_settings, one_queue
 
@@ -104,7 +104,7 @@ def test_nobody_else_decides_it():
 def test_what_imports_make_is_walked_by_no_collection():
     """Nor is it while it is made; and what comes later is collected as ever."""
     try:
-        with objects_that_stay():
+        with no_garbage_collection():
             assert not gc.isenabled()
             made = [[] for _ in range(1000)]
         assert gc.isenabled()

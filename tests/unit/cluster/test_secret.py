@@ -28,7 +28,7 @@ from hacpo_mega.cluster.security.secret import (
     share_secret,
 )
 from hacpo_mega.jobs.local import launcher_environment
-from hacpo_mega.preflight.meeting import Door, knock
+from hacpo_mega.preflight.meeting import ProbeListener, probe
 
 RIGHT, WRONG = Secret(bytes(range(32))), Secret(bytes(32))
 LIMIT_S = 300.0  # of a hang, not of a slow machine
@@ -226,10 +226,10 @@ def test_a_host_that_says_nothing_is_waited_for_no_longer_than_asked():
 
 def test_a_neighbours_door_is_known_by_name_and_secret():
     here = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    with mock.patch.dict(os.environ, here), Door("n1", RIGHT) as door:
-        assert knock("n1", RIGHT, ["127.0.0.1"], door.port) is None
-        assert "hangs up" in knock("n2", RIGHT, ["127.0.0.1"], door.port)
-        assert "hangs up" in knock("n1", WRONG, ["127.0.0.1"], door.port)
+    with mock.patch.dict(os.environ, here), ProbeListener("n1", RIGHT) as door:
+        assert probe("n1", RIGHT, ["127.0.0.1"], door.port) is None
+        assert "hangs up" in probe("n2", RIGHT, ["127.0.0.1"], door.port)
+        assert "hangs up" in probe("n1", WRONG, ["127.0.0.1"], door.port)
 
 
 def env(num_local: int) -> LauncherEnv:

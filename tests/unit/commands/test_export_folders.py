@@ -12,7 +12,7 @@ from markdown_it import MarkdownIt
 from run_cases import CHARACTERS
 from transformers import AutoTokenizer
 
-from hacpo_mega.commands.export import OURS, TrainedAgent, draft_of, model_card
+from hacpo_mega.commands.export import OWNER_FILE, TrainedAgent, draft_of, model_card
 from hacpo_mega.config import Config
 from hacpo_mega.logbook.run.run_lock import signature
 from hacpo_mega.megatron.weights.hf_writer import copy_beside_weights, write_adapter, write_weights
@@ -118,7 +118,7 @@ def test_an_export_removes_no_folder_but_its_own(fails, tmp_path):
         draft.mkdir()
         person, known = signature("x").splitlines()
         known = json.loads(known) | {"pid": process} | ({"space": space} if space else {})
-        (draft / OURS).write_text(f"{person}\n{json.dumps(known)}\n")
+        (draft / OWNER_FILE).write_text(f"{person}\n{json.dumps(known)}\n")
     with suppress(RuntimeError), draft_of(tmp_path / "out") as draft:
         (draft / "config.json").write_text("{}")
         if fails:

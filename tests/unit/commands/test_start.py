@@ -15,15 +15,15 @@ import pytest
 from job import run_here
 from repository import ROOT
 
-from hacpo_mega.cli.start import UNUSED, absent
+from hacpo_mega.cli.start import UNUSED, hidden_modules
 from hacpo_mega.cluster.groups.spans import Spans
 from hacpo_mega.cluster.machine.environment import LAUNCHER_PID, used_since_begin
 from hacpo_mega.jobs.forked_rank import ForkedRank
-from hacpo_mega.jobs.local import AT_ONCE, DEFERRED, run_on_this_machine
+from hacpo_mega.jobs.local import CHECKPOINT_SIGNALS, END_SIGNALS, run_on_this_machine
 from hacpo_mega.logbook.files.metrics import Metrics
 from hacpo_mega.logbook.steps.start_parts import StartParts
 
-SIGNALS = (*DEFERRED, *AT_ONCE)
+SIGNALS = (*CHECKPOINT_SIGNALS, *END_SIGNALS)
 # The state of a process when it begins. A fresh interpreter raises KeyboardInterrupt, until a rank says otherwise.
 LOOK = f"""
 import atexit, json, os, signal, sys, threading
@@ -204,7 +204,7 @@ def test_what_a_process_has_used_is_what_the_kernel_says(monkeypatch):
 
 def test_an_absent_library_is_there_again_afterwards():
     sys.modules.pop("colorsys", None)
-    with absent(["colorsys", "json"]):
+    with hidden_modules(["colorsys", "json"]):
         with pytest.raises(ModuleNotFoundError):
             import colorsys
         assert json.loads("1") == 1  # what has been imported stays
@@ -219,7 +219,7 @@ def test_what_needs_scipy_is_absent_with_it(tmp_path, monkeypatch):
     (tmp_path / "sklearn" / "__init__.py").write_text("import scipy.sparse\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert importlib.util.find_spec("sklearn").origin.startswith(str(tmp_path))
-    with absent(UNUSED):
+    with hidden_modules(UNUSED):
         assert importlib.util.find_spec("sklearn") is None
 
 

@@ -198,7 +198,7 @@ def test_a_served_model_has_the_name_of_its_folder(own_run, monkeypatch):
     names = []
     endpoint = SimpleNamespace(serve=lambda settings, name, **how: names.append(name))
     monkeypatch.setattr("hacpo_mega.commands.serve", endpoint, raising=False)
-    monkeypatch.setattr("hacpo_mega.cli.evaluation.is_one_of", lambda *how: True)
+    monkeypatch.setattr("hacpo_mega.cli.evaluation.is_rank_of", lambda *how: True)
     monkeypatch.setattr("hacpo_mega.evaluation.settings.require_weights", lambda settings: None)
     monkeypatch.chdir(own_run)
     for model in (own_run, ".", f"../{own_run.name}/"):

@@ -18,7 +18,7 @@ from hacpo_mega.cluster.launcher_env import expand_nodes
 from hacpo_mega.cluster.machine.environment import attempt_of_job, from_slurm
 from hacpo_mega.config import load_config
 from hacpo_mega.jobs import slurm_queue
-from hacpo_mega.jobs.attempts import goes_in_circles, read_attempts, record_attempt, record_termination
+from hacpo_mega.jobs.attempts import is_crash_loop, read_attempts, record_attempt, record_termination
 from hacpo_mega.logbook.run.older_runs import move_aside
 from hacpo_mega.logbook.run.provenance import read_starts, record_start
 
@@ -230,23 +230,23 @@ def test_a_start_is_traced_to_its_job_and_nodes(variables, where, attempt, tmp_p
 
 def test_three_attempts_after_the_same_step_are_a_circle(tmp_path):
     for attempt, step in ((1, 0), (2, 4), (3, 4), (4, 4)):
-        assert not goes_in_circles(tmp_path, "slurm 9", attempt, step)
+        assert not is_crash_loop(tmp_path, "slurm 9", attempt, step)
         record_attempt(tmp_path, "slurm 9", attempt, step)
-    assert goes_in_circles(tmp_path, "slurm 9", 5, 4)
-    assert not goes_in_circles(tmp_path, "slurm 9", 5, 5), "it has committed a step"
-    assert not goes_in_circles(tmp_path, "slurm 10", 1, 4), "a new job may try again"
+    assert is_crash_loop(tmp_path, "slurm 9", 5, 4)
+    assert not is_crash_loop(tmp_path, "slurm 9", 5, 5), "it has committed a step"
+    assert not is_crash_loop(tmp_path, "slurm 10", 1, 4), "a new job may try again"
 
 
 def test_only_attempts_that_died_count(tmp_path, monkeypatch):
     """Under a job script that notes ends, one without a note was ended by Slurm: preempted, say, or with its node."""
     monkeypatch.setenv("HACPO_MEGA_ENDS_NOTED", "1")
     for attempt, how in enumerate(("", "told", "died", "lost", "", "died", "died"), start=1):
-        assert not goes_in_circles(tmp_path, "slurm 9", attempt, 0)
+        assert not is_crash_loop(tmp_path, "slurm 9", attempt, 0)
         record_attempt(tmp_path, "slurm 9", attempt, 0)
         line = {"time_unix_s": 1, "job": "slurm 9", "attempt": attempt, "ended": how}
         with (tmp_path / "logs" / "attempts.jsonl").open("a") as file:
             file.write(f"{json.dumps(line)}\n" if how else "")
-    assert goes_in_circles(tmp_path, "slurm 9", 8, 0) and not goes_in_circles(tmp_path, "slurm 9", 8, 1)
+    assert is_crash_loop(tmp_path, "slurm 9", 8, 0) and not is_crash_loop(tmp_path, "slurm 9", 8, 1)
     found = [(line["attempt"], line["step"], line["ended"]) for line in read_attempts(tmp_path)]
     assert found[1:4] == [(2, 0, "told"), (3, 0, "died"), (4, 0, "lost")] and len(found) == 7
 
@@ -256,7 +256,7 @@ def test_a_file_of_before_is_read(tmp_path):
     (tmp_path / "logs").mkdir()
     lines = [{"time_unix_s": 1.5, "job": "slurm 9", "attempt": number, "step": 4} for number in (1, 2, 3)]
     (tmp_path / "logs" / "attempts.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    assert goes_in_circles(tmp_path, "slurm 9", 4, 4)
+    assert is_crash_loop(tmp_path, "slurm 9", 4, 4)
 
 
 NO_TIME = json.dumps({"time_unix_s": math.nan, "job": "x", "attempt": 1, "step": 1})
@@ -273,12 +273,12 @@ NO_TIME = json.dumps({"time_unix_s": math.nan, "job": "x", "attempt": 1, "step":
 def test_a_line_that_is_no_attempt_ends_no_job(tmp_path, line):
     """As a disk leaves it that was full: without its end, so that the next line begins on one of its own."""
     for attempt in (1, 2, 3):
-        assert not goes_in_circles(tmp_path, "slurm 9", attempt, 0)
+        assert not is_crash_loop(tmp_path, "slurm 9", attempt, 0)
         record_attempt(tmp_path, "slurm 9", attempt, 0)
         with (tmp_path / "logs" / "attempts.jsonl").open("a") as file:
             file.write(line)
     assert [attempt["attempt"] for attempt in read_attempts(tmp_path)] == [1, 2, 3]
-    assert goes_in_circles(tmp_path, "slurm 9", 4, 0)
+    assert is_crash_loop(tmp_path, "slurm 9", 4, 0)
 
 
 def test_restarts_of_torchrun_are_attempts_too(tmp_path, monkeypatch, capsys):
@@ -313,7 +313,7 @@ def test_who_submits_asks_again_while_the_controller_is_away(tmp_path, monkeypat
     """)
     squeue.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(slurm_queue, "AGAIN_S", 0.01)
+    monkeypatch.setattr(slurm_queue, "RETRY_S", 0.01)
     assert slurm_queue.jobs_of(tmp_path) is None and capsys.readouterr().err == "", "a status is shown at once"
     (job,) = slurm_queue.jobs_of(tmp_path, patience_s=600.0)
     assert job.number == "7" and capsys.readouterr().err.count("Slurm does not answer (slurm_load_jobs error: ") == 1
@@ -335,8 +335,8 @@ def test_a_job_whose_number_was_lost_on_its_way_is_not_submitted_twice(tmp_path,
         (tmp_path / program).chmod(0o755)
     (tmp_path / "queue").write_text("7\n")  # another submission of the run
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(slurm_queue, "AGAIN_S", 0.01)
-    done = slurm_queue.submitted(["sbatch"], tmp_path, held=held)
+    monkeypatch.setattr(slurm_queue, "RETRY_S", 0.01)
+    done = slurm_queue.ask_sbatch(["sbatch"], tmp_path, held=held)
     assert (done.returncode, done.stdout) == (0, "8")
     assert (tmp_path / "queue").read_text().split() == ["7", "8"]
 

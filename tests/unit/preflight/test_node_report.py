@@ -9,12 +9,12 @@ import pytest
 from hacpo_mega.cluster.launcher_env import LauncherEnv, expand_nodes, tasks_of_nodes
 from hacpo_mega.preflight.command import Outcome, table
 from hacpo_mega.preflight.node_report import (
-    Look,
     NodeReport,
-    look_findings,
+    ProbeReport,
     neighbours,
+    probe_findings,
     report_findings,
-    size,
+    size_text,
     suspects,
 )
 
@@ -85,10 +85,10 @@ def test_a_disk_that_is_too_small_for_all_is_no_nodes_fault():
 NODES = ("n0", "n1", "n2", "n3")
 
 
-def looks(unreached: dict[str, tuple[str, ...]], clocks: dict[str, float] | None = None) -> dict[str, Look]:
+def looks(unreached: dict[str, tuple[str, ...]], clocks: dict[str, float] | None = None) -> dict[str, ProbeReport]:
     """Every node asked two; `unreached` by asking node. All see one mark, and all clocks show 10 unless told."""
     return {
-        node: Look(
+        node: ProbeReport(
             "one mark",
             neighbours(NODES, index),
             dict.fromkeys(unreached.get(node, ()), "timed out"),
@@ -99,7 +99,7 @@ def looks(unreached: dict[str, tuple[str, ...]], clocks: dict[str, float] | None
 
 
 def ways(unreached: dict[str, tuple[str, ...]]) -> list[tuple[str, str]]:
-    return named(look_findings(looks(unreached), 10.0, dict.fromkeys(NODES, 10.0)))
+    return named(probe_findings(looks(unreached), 10.0, dict.fromkeys(NODES, 10.0)))
 
 
 def test_whom_nobody_reaches_is_named():
@@ -118,14 +118,14 @@ def test_two_that_nobody_reaches_are_both_named():
 
 def test_one_closed_way_is_the_asked_nodes():
     assert ways({"n0": ("n1",)}) == [("n1", "n0 cannot connect to it (timed out)")]
-    pair = {"n0": Look("m", ["n1"], {"n1": "timed out"}, 0.0), "n1": Look("m", ["n0"], {}, 0.0)}
-    assert [finding.node for finding in look_findings(pair, 0.0, {"n0": 0.0, "n1": 0.0})] == ["n1"]
+    pair = {"n0": ProbeReport("m", ["n1"], {"n1": "timed out"}, 0.0), "n1": ProbeReport("m", ["n0"], {}, 0.0)}
+    assert [finding.node for finding in probe_findings(pair, 0.0, {"n0": 0.0, "n1": 0.0})] == ["n1"]
 
 
 @pytest.mark.parametrize(("shown", "said"), [(10.0 - 2.1, "2.1 s behind"), (20.0 + 2.1, "2.1 s ahead"), (21.9, None)])
 def test_a_clock_is_wrong_only_if_no_delay_explains_it(shown, said):
     """Told at 10, heard of at 20: what a sound clock shows lies between."""
-    found = look_findings(looks({}, {"n2": shown}), 10.0, dict.fromkeys(NODES, 20.0))
+    found = probe_findings(looks({}, {"n2": shown}), 10.0, dict.fromkeys(NODES, 20.0))
     assert named(found) == ([("n2", f"its clock is {said}")] if said else [])
 
 
@@ -189,4 +189,4 @@ def test_torchruns_variables_come_first():
 
 
 def test_sizes_are_read_by_people():
-    assert [size(number) for number in (5, 2048, 3 << 20, 5 << 29)] == ["5 B", "2 KiB", "3 MiB", "2.5 GiB"]
+    assert [size_text(number) for number in (5, 2048, 3 << 20, 5 << 29)] == ["5 B", "2 KiB", "3 MiB", "2.5 GiB"]
