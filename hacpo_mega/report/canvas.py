@@ -3,6 +3,7 @@
 import io
 import math
 import re
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
@@ -19,6 +20,7 @@ from hacpo_mega.report.run import Series
 MOST_BARS = 600  # of a figure that is 619 points wide
 LEAST_BAR = 0.08  # of a strip: one answer shows, too
 LETTER_INCHES = 0.072  # of a legend
+LARGE_INCHES, TICKS_INCHES = 0.08, 0.5  # of a letter of a title or at a curve's end; of numbers beside a panel
 COUNTS_HEIGHT = 0.22  # of the strip below a panel's points, over theirs
 
 # The page's colour for each part of a figure that is not data; the values are those of a PNG, on white paper.
@@ -164,10 +166,29 @@ def as_share(axis: Axes, room: float = 0.0) -> None:
     axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
 
 
+def _inches(axis: Axes) -> float:
+    place = axis.get_subplotspec()
+    return axis.figure.get_figwidth() * len(place.colspan) / place.get_gridspec().ncols
+
+
+def entitle(axis: Axes, text: str, **style: str) -> None:
+    """A title on as many lines as it needs above its panel: neighbours would write over each other."""
+    letters = int((_inches(axis) - TICKS_INCHES) / LARGE_INCHES)
+    axis.set_title("\n".join(part for line in text.split("\n") for part in textwrap.wrap(line, letters)), **style)
+
+
+def shortened(name: str, most: int) -> str:
+    """A name of at most so many letters: of a longer one its two ends."""
+    half = most // 2 - 1
+    return name if len(name) <= most else f"{name[:half]}…{name[-half:]}"
+
+
 def label_ends(axis: Axes, ends: list[tuple[Series, str, str]]) -> None:
     """Names curves at their last point, (series, name, colour) each, moved apart where they would overlap."""
     points = [(s.values[-1], s.steps[-1], name, c) for s, name, c in ends if s and math.isfinite(s.values[-1])]
     points.sort(key=lambda point: point[0])
+    column = axis.figure.get_figwidth() / axis.get_subplotspec().get_gridspec().ncols  # holds labels of two rows
+    most = int(min(0.4 * min(map(_inches, axis.figure.axes)), column - TICKS_INCHES) / LARGE_INCHES)
     low, high = axis.get_ylim()
     last = axis.get_xlim()[1]
     inches = axis.figure.get_figheight() * 0.8 / max(1, axis.get_subplotspec().get_gridspec().nrows)
@@ -181,7 +202,7 @@ def label_ends(axis: Axes, ends: list[tuple[Series, str, str]]) -> None:
         top = places[n] - gap
     for place, (_, _, name, colour) in zip(places, points):
         axis.annotate(
-            name,
+            shortened(name, most),
             (last, place),
             xytext=(7, 0),
             textcoords="offset points",

@@ -115,6 +115,8 @@ SECTIONS = (
         ChartSpec("grad_norm", "Gradient norm",
                   ("agent/{a}/grad_norm", f"{PAIR}/grad_norm", "agent/{a}/self/grad_norm"), "Before clipping."),
         ChartSpec("lr", "Learning rate", ("agent/{a}/lr",)),
+        ChartSpec("logprob", "Log-prob of own answers", ("agent/{a}/logprob_mean",),
+                  "Mean of their tokens; its negative estimates the entropy.", "nats a token"),
         ChartSpec("length", "Tokens an answer", ("agent/{a}/answer_tokens_mean",)),
         ChartSpec("truncated", "Answers cut at the limit", ("agent/{a}/truncated",), share=True),
         ChartSpec("clipped", "Own answers clipped", ("agent/{a}/self/clipped",), share=True),

@@ -229,7 +229,8 @@ def shown_picture(picture: Picture, heading: str) -> Html:
     """A figure below its title, a `heading` such as h2, what it says and its note."""
     drawing = tag("figure", Html(picture.svg), role="img", aria_label=picture.title)
     told = [tag("p", text, class_=f"verdict {level}") for level, text in picture.verdicts]
-    return join(tag(heading, picture.title), *told, tag("p", picture.note, class_="note"), drawing)
+    said = tag("div", *told, class_="verdicts") if told else Html()
+    return join(tag(heading, picture.title), said, tag("p", picture.note, class_="note"), drawing)
 
 
 def _appendix(run: Run) -> Html:

@@ -31,6 +31,7 @@ from hacpo_mega.report.canvas import (
     counts_below,
     dots,
     dressed,
+    entitle,
     label_ends,
     legend,
     line,
@@ -117,7 +118,7 @@ def draw_by_learner(run: Run, spec: ChartSpec) -> Figure | None:
     figure, axes = panels(len(learners), 3 if len(learners) != 4 else 2, 2.7, steps=run.span)
     counts = []
     for learner, axis in zip(learners, axes):
-        axis.set_title(f"{learner} learns from")
+        entitle(axis, f"{learner} learns from")
         if spec.level is not None:
             axis.axhline(spec.level, color=FAINT, linewidth=0.8, linestyle=(0, (4, 3)))
         of_learner = {source: series for (who, source), series in curves.items() if who == learner}
@@ -131,7 +132,7 @@ def draw_by_learner(run: Run, spec: ChartSpec) -> Figure | None:
     if "/from/" in pattern:  # else it is of no answer alone
         counts_below(axes, counts)
         for learner, axis, of_panel in zip(learners, axes, counts):
-            axis.set_title(f"{learner} learns from{_answers(of_panel)}")
+            entitle(axis, f"{learner} learns from{_answers(of_panel)}")
     for learner, axis in zip(learners, axes):  # when the shared y limits are known
         ends = [(s, source, agent_colour(run, source)) for (who, source), s in curves.items() if who == learner]
         label_ends(axis, ends)
@@ -165,7 +166,7 @@ def draw_bands(run: Run, spec: ChartSpec) -> Figure | None:
     counts = []
     for ((learner, source), sides), axis in zip(shares.items(), axes):
         counts.append([(_trained(run, learner, source, {source: sides[0]}), FAINT)])
-        axis.set_title(f"{learner} from {source}{_answers(counts[-1])}")
+        entitle(axis, f"{learner} from {source}{_answers(counts[-1])}")
         table = dict(zip(sides[0].steps, zip(*(side.values for side in sides))))
         few = dict.fromkeys(step for step in table if counts[-1][0][0].get(step, FEW) < FEW)
         for steps, alpha in (([step for step in table if step not in few], 1.0), (list(few), 0.35)):
@@ -193,7 +194,7 @@ def draw_fates(run: Run, spec: ChartSpec) -> Figure | None:
     for ((learner, source), table), axis in zip(tables.items(), axes):
         whole = Fates.total(table.values())
         share = "" if whole.share is None else f": {whole.share:.0%} teach"
-        axis.set_title(f"{learner} from {source}{share}")
+        entitle(axis, f"{learner} from {source}{share}")
         layers = [[counted(fates).get(fate, 0) for fates in table.values()] for fate in order]
         stack(axis, list(table), layers, [FATE_COLOURS[fate] for fate in order])
     axes[0].set_ylim(bottom=0)
@@ -224,7 +225,7 @@ def draw_phases(run: Run, spec: ChartSpec) -> Figure | None:
     figure, axes = panels(len(tables), 3 if len(tables) == 3 else 2, 2.6, steps=run.span)
     for (agent, phases), axis in zip(tables.items(), axes):
         steps = sorted({step for by_step in phases.values() for step in by_step})
-        axis.set_title(agent, color=agent_colour(run, agent), fontweight="bold")
+        entitle(axis, agent, color=agent_colour(run, agent), fontweight="bold")
         stack(axis, steps, [[phases.get(phase, {}).get(s, 0.0) for s in steps] for phase in order], colours)
     axes[0].set_ylim(bottom=0)
     axes[0].set_ylabel("seconds per step")

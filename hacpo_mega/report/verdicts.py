@@ -19,19 +19,20 @@ GAP_WARN = 0.05  # nats per token: what bf16 rounds
 CUT_WARN = 0.1  # share of answers cut at the limit
 WAIT_WARN = 0.2  # of a step
 COSINE_FLAT = 0.05
+WORST = ("bad", "warn", "good", "none")  # first: a box of many shows its beginning
 
 Verdicts = Iterator[dict[str, Any]]
 
 
 def verdicts(run: Run) -> list[dict[str, Any]]:
-    """The sentences of a run as {chart, text, level, and learner and source where it is about a pair}."""
+    """The sentences of a run as {chart, text, level, and learner and source where it is about a pair}, worst first."""
     found: list[dict[str, Any]] = []
     for learner, source in run.pairs:
         pair = {"learner": learner, "source": source}
         found += [verdict | pair for verdict in _of_pair(run, learner, source)]
     for agent in run.agents:
         found += [verdict | {"learner": agent} for verdict in _of_agent(run, agent)]
-    return [*found, *_of_waiting(run)]
+    return sorted([*found, *_of_waiting(run)], key=lambda verdict: WORST.index(verdict["level"]))
 
 
 def fates_by_step(run: Run) -> list[dict[str, Any]]:

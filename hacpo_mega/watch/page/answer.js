@@ -94,7 +94,7 @@ function card(answer, isChosen, how) {
 
 function judged({ extracted, rule }) {
   const parts = [];
-  if (extracted !== null && extracted !== undefined) parts.push("read ", el("code", {}, show(extracted)));
+  if (extracted !== null && extracted !== undefined && extracted !== "") parts.push("read ", el("code", {}, show(extracted)));
   if (rule) parts.push(parts.length ? ", by " : "judged by ", String(rule));
   return parts.length ? el("p", { class: "facts" }, parts) : null;
 }

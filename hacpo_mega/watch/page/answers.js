@@ -32,12 +32,15 @@ export class Answers {
     this.pager = el("nav", { class: "pager", "aria-label": "Pages" });
     this.one = el("section", { class: "detail", "aria-label": "One prompt", tabindex: -1 });
     this.table = el("section", { "aria-label": "Answers" }, this.form, this.count, this.list, this.pager);
-    fill(host, el("h1", {}, "Answers"), this.table, this.one);
+    this.title = el("h1", {}, "Answers");
+    fill(host, this.title, this.table, this.one);
   }
 
   async open() {
     this.run = this.app.focus();
     if (!this.run) return void fill(this.list, el("p", {}, "Choose a run."));
+    const number = this.app.chosen().length;
+    fill(this.title, `Answers of ${this.run.name} `, number > 1 && el("small", {}, `the first of ${number} chosen runs`));
     await this.params();
   }
 
@@ -72,7 +75,8 @@ export class Answers {
   }
 
   #fillForm(choices) {
-    if (this.form.contains(document.activeElement)) return;
+    const [focused, clear] = [document.activeElement, this.clear];
+    if (this.form.contains(focused) && focused !== clear) return; // somebody writes there
     const set = (name) => (event) => this.#later({ [name]: event.target.value || null, page: null });
     const choice = (name) => {
       const options = [["", "any"], ...(choices[name] ?? []).map((value) => [value, value])];
@@ -94,8 +98,9 @@ export class Answers {
         el("summary", {}, "ranges"),
         el("div", { class: "ranges" }, BETWEEN.map((name) => [bound(name, "min"), bound(name, "max")]), typed("turn", "turn", "number")),
       ),
-      button("clear", () => this.app.clear()),
+      (this.clear = button("clear", () => this.app.clear())),
     );
+    if (clear && focused === clear) this.clear.focus();
   }
 
   #later(changes) {
@@ -123,8 +128,8 @@ export class Answers {
   }
 
   #row(row) {
-    const cells = COLUMNS.map((name) => el("td", { class: name }, name === "ratio" || name === "advantage" ? perLearner(row[name]) : show(row[name])));
-    const link = el("a", { href: this.app.link({ key: row.key }) }, row.excerpt || "(empty)");
+    const cells = COLUMNS.map((name) => el("td", { class: name, "data-name": BETWEEN.includes(name) ? name : null }, name === "ratio" || name === "advantage" ? perLearner(row[name]) : show(row[name])));
+    const link = el("a", { href: this.app.link({ key: row.key }) }, row.excerpt.trim() || (row.excerpt ? "(blank)" : "(empty)"));
     return el("tr", { class: verdictClass(row) }, cells, el("td", { class: "excerpt" }, link));
   }
 

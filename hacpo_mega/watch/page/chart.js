@@ -1,5 +1,5 @@
 // One chart: uPlot drawn in the page's colours, with its own legend that tells the values, keys, and events on the axis.
-import { align, bin, spoken, stacked, thin } from "./series.js";
+import { align, before, bin, spoken, stacked, thin } from "./series.js";
 import { add, button, el, fill, show, visible } from "./dom.js";
 
 const HEIGHT = 220;
@@ -17,15 +17,22 @@ const pale = (colour, alpha) => `color-mix(in srgb, ${colour} ${alpha * 100}%, t
 const faded = (colour, alpha) =>
   /^#[0-9a-f]{6}$/i.test(colour) ? colour + Math.round(alpha * 255).toString(16).padStart(2, "0") : pale(colour, alpha);
 
-/** Ticks short enough for the axis. */
-function tick(value) {
+/** Texts of ticks, short enough for the axis, with the digits that tell neighbours apart. */
+export function ticks(values) {
+  const known = values.filter((value) => value !== null && value !== undefined);
+  const apart = Math.min(...known.slice(1).map((value, n) => Math.abs(value - known[n])));
+  const digits = Math.ceil(Math.log10(Math.max(...known.map(Math.abs)) / apart)) + 2; // 2: steps may be 2.5
+  return values.map((value) => tick(value, Number.isFinite(digits) ? Math.min(Math.max(digits, 4), 12) : 4));
+}
+
+function tick(value, digits) {
   if (value === null || value === undefined) return "";
   const size = Math.abs(value);
-  if (size >= 1e9) return `${+(value / 1e9).toFixed(2)}G`;
-  if (size >= 1e6) return `${+(value / 1e6).toFixed(2)}M`;
-  if (size >= 1e4) return `${+(value / 1e3).toFixed(1)}k`;
-  if (size !== 0 && size < 1e-3) return value.toExponential(0);
-  return String(+value.toPrecision(4));
+  const short = (scale) => +(value / scale).toPrecision(digits);
+  if (size >= 1e9) return `${short(1e9)}G`;
+  if (size >= 1e6) return `${short(1e6)}M`;
+  if (size >= 1e4) return `${short(1e3)}k`;
+  return size !== 0 && size < 1e-3 ? short(1).toExponential() : String(short(1));
 }
 
 /** Draws what happened (starts, alarms) as lines across the plot. */
@@ -108,7 +115,7 @@ function barColumns(x, layers, hidden) {
 
 function axes(spec) {
   const common = { stroke: () => css("--faint"), grid: { stroke: () => css("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
-  const values = (_, ticks) => ticks.map(tick);
+  const values = (_, places) => ticks(places);
   return [
     { ...common, values, size: 28, space: 60 },
     { ...common, values, size: 52, space: 34 },
@@ -272,19 +279,19 @@ export class Chart {
   }
 
   #value(entry, n) {
-    const { series, data, kept, table } = this.made;
+    const { data, kept, table } = this.made;
     if (this.spec.layers) {
       const layer = kept.indexOf(this.spec.layers[entry]);
       return layer < 0 ? null : table.layers[layer][n];
     }
-    const column = data[series.findIndex((one) => one.of === entry)];
-    for (let m = n; column && m >= 0; m -= 1) if (column[m] !== null) return column[m];
+    const { x, y } = this.spec.lines[entry]; // with the points that thin() leaves out
+    for (let m = before(x, data[0][n]); m >= 0; m -= 1) if (y[m] !== null) return y[m];
     return null;
   }
 
   #bounds(line, x) {
     if (!line.low) return null;
-    const n = line.x.findLastIndex((value) => value <= x);
+    const n = before(line.x, x);
     return n < 0 || line.low[n] === null ? null : el("small", {}, ` ${show(line.low[n])} to ${show(line.high[n])}`);
   }
 

@@ -19,11 +19,12 @@ export class Curves {
     this.app = app;
     this.zoom = { from: null, to: null, set: (from, to) => this.#setZoom(from, to) };
     this.toolbar = el("form", { class: "toolbar", "aria-label": "Curves", onsubmit: (event) => event.preventDefault() });
-    this.events = el("details", { class: "events" });
+    this.events = el("details", { class: "events", hidden: true });
     this.differences = el("details", { class: "events", hidden: true });
     this.sections = el("div", {});
+    this.none = el("p", { role: "status", hidden: true }, "No metric of this name.");
     const keys = "Drag to zoom, double-click to see all. On a chart, arrow keys read values, + and - zoom, 0 shows all.";
-    fill(host, el("h1", {}, "Curves"), this.toolbar, this.events, this.differences, this.sections, el("p", { class: "note" }, keys));
+    fill(host, el("h1", {}, "Curves"), this.toolbar, this.events, this.differences, this.none, this.sections, el("p", { class: "note" }, keys));
     this.seen = new IntersectionObserver((entries) => this.#see(entries), { rootMargin: "300px" });
   }
 
@@ -119,7 +120,7 @@ export class Curves {
   }
 
   #card(spec) {
-    const card = { spec, chart: null, place: el("div", { class: "card" }), found: `${spec.title} ${(spec.patterns ?? []).join(" ")}`.toLowerCase() };
+    const card = { spec, chart: null, place: el("div", { class: "card" }), found: `${spec.title} ${spec.note ?? ""} ${(spec.patterns ?? []).join(" ")}`.toLowerCase() };
     this.#cards.push(card);
     return card;
   }
@@ -170,7 +171,7 @@ export class Curves {
     card.drawing = true;
     card.old = false;
     try {
-      card.chart ??= new Chart(card.spec.title, this.zoom);
+      card.chart ??= new Chart(titled(card.spec), this.zoom);
       if (!card.chart.node.isConnected) card.place.append(card.chart.node);
       await this.#load(card.spec);
       card.chart.draw(this.#made(card.spec));
@@ -263,7 +264,7 @@ export class Curves {
   }
 
   #verdicts(spec) {
-        return (spec.run ? [spec.run] : this.runs).flatMap((run) => {
+    return (spec.run ? [spec.run] : this.runs).flatMap((run) => {
       const found = (this.#details.get(run.id)?.verdicts ?? []).filter(
         (one) => one.chart === spec.id && (!spec.learner || !one.learner || (one.learner === spec.learner && (!spec.source || one.source === spec.source))),
       );
@@ -317,6 +318,7 @@ export class Curves {
       section.hidden = [...section.querySelectorAll(".card")].every(({ hidden }) => hidden);
       if (find && section.tagName === "DETAILS") section.open = true;
     }
+    this.none.hidden = !find || this.#cards.some(({ place }) => !place.hidden);
   }
 
   #redraw() {
@@ -352,4 +354,6 @@ function swatchOf(n) {
   return swatch;
 }
 
+/** A title with the unit of its numbers. */
+const titled = ({ title, unit }) => (unit ? `${title} (${unit})` : title);
 const phaseOf = (name) => name.split("/").at(-1).replace(/_s$/, "");

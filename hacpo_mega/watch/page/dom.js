@@ -72,6 +72,7 @@ export function show(value) {
   const size = Math.abs(value);
   if (Number.isInteger(value) && size < 1e6) return value.toLocaleString("en");
   if (size !== 0 && size < 1e-3) return value.toExponential(1);
+  if (size !== 0 && size < 1e-2) return value.toPrecision(2);
   if (size < 10) return value.toFixed(3);
   if (size < 1000) return value.toFixed(1);
   if (size < 1e6) return value.toLocaleString("en", { maximumFractionDigits: 0 });

@@ -76,6 +76,17 @@ export function thin(line, from, to, most) {
   return { ...line, x: pick(x), y: pick(y), low: pick(line.low), high: pick(line.high), raw: pick(line.raw) };
 }
 
+/** The place of the last of ascending `x` that is no larger than a value; -1 before the first. */
+export function before(x, value) {
+  let [low, high] = [0, x.length];
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (x[middle] <= value) low = middle + 1;
+    else high = middle;
+  }
+  return low - 1;
+}
+
 /** At most `most` bins of neighbouring x, each with the mean of its layers; absent is 0. */
 export function bin(x, layers, most) {
   const width = Math.max(1, Math.ceil(x.length / most));

@@ -7,6 +7,7 @@ import json
 import math
 import operator
 import re
+import warnings
 from collections.abc import Iterator
 from itertools import combinations, pairwise
 from pathlib import Path
@@ -319,6 +320,19 @@ def drawn(run: Run, chart: str) -> Figure:
         if any(spec.id == chart for spec in specs)
     )
     return figure
+
+
+def test_long_names_of_agents_leave_panels_room_and_cover_no_other(tmp_path: Path) -> None:
+    for chart, number in (("omega", 8), ("bands", 4)):
+        agents = tuple(f"Qwen2.5-Math-{n}B-Instruct-with-a-long-name" for n in range(number))
+        pairs = [(a, b) for a in agents for b in agents if a != b]
+        values = {f"omega/{a}/{b}": 1.0 for a, b in pairs}
+        values |= {f"agent/{a}/from/{b}/{side}": 1 / 3 for a, b in pairs for side in BAND_COLOURS}
+        with dressed(), warnings.catch_warnings(action="error"):  # a layout that cannot be had is one
+            figure = drawn(Run(tmp_path, {}, "", dict.fromkeys((1, 2), StepMetrics(values, {})), agents, []), chart)
+            figure.draw_without_rendering()
+        titles = [axis._left_title.get_window_extent() for axis in figure.axes]
+        assert not any(one.overlaps(two) for one, two in combinations(titles, 2))
 
 
 @pytest.mark.parametrize("chart", ["reward", "ratio", "ess", "signs", "cosine", "bands", "grad_norm"])

@@ -74,8 +74,8 @@ TALK = {
         "advantage": {"qwen": 1.0},
         "ratio": {"qwen": 1.1},
         "others": [],
-        "extracted": "4",
-        "rule": None,
+        "extracted": "",
+        "rule": "the text has no answer",
     },
     "turns": [
         {"role": "assistant", "content": "2+2?", "text": "2+2?", "opened": "<think>", "num_tokens": 2},
@@ -110,7 +110,11 @@ class Routes:
         events = [{"step": 7, "kind": "alarm", "text": HOSTILE[2]}, {"step": 0, "kind": "start", "text": "start"}]
         pair = [f"agent/llama/from/qwen/{part}" for part in ("below", "inside", "above")]
         of_pair = [*pair, *(f"agent/llama/from/qwen/view/num_{part}" for part in ("answers", "trained"))]
-        every = [f"agent/{a}/{n}" for a in ("llama", "qwen") for n in ("accuracy", "reward_mean", "own/thing")]
+        every = [
+            f"agent/{a}/{n}"
+            for a in ("llama", "qwen")
+            for n in ("accuracy", "reward_mean", "logprob_mean", "own/thing")
+        ]
         if "names" not in query:
             return {"names": [*every, *of_pair], "groups": {}, "events": events, "last_step": self.told_steps}
         each = int(query.get("every", 1))
@@ -143,7 +147,8 @@ class Routes:
                     "gold": text, "prompt": [{"role": text, "content": text}], "prompt_seen": text, "text": text,
                     "reward": n % 2, "verdict": text, "stop": text, "turn": None, "num_tokens": 3, "length": 3,
                     "advantage": {text: 1.0, agent: -1.0}, "ratio": {agent: 1.25}, "not_trained": {text: text},
-                    "tokens": [text, text, " "], **tokens, "extracted": text, "rule": text, "excerpt": text,
+                    "tokens": [text, text, " "], **tokens, "extracted": text, "rule": text,
+                    "excerpt": text if n else " \n",
                 }  # fmt: skip
         for one in found.values():
             rivals = [other for other in found.values() if other["prompt_id"] == one["prompt_id"] and other is not one]
@@ -391,6 +396,51 @@ def test_answers_are_found_and_hostile_text_stays_text(browser, width):
             assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), view
 
 
+def test_a_cleared_filter_leaves_its_fields_and_answers_have_a_run(browser):
+    with Visit(browser, 400) as visit:
+        page = visit.open("#/answers?runs=r0,r1&agent=qwen&text=x")
+        page.get_by_text(f"{len(HOSTILE)} answers").wait_for()
+        assert page.locator("main h1").inner_text() == "Answers of calm the first of 2 chosen runs"
+        assert page.locator(".excerpt a").first.inner_text() == "(blank)"
+        beside = page.evaluate("getComputedStyle(document.querySelector('td.reward'), '::before').content")
+        assert "reward" in beside or "data-name" in beside, "numbers of a narrow list have their names"
+        page.get_by_role("button", name="clear", exact=True).click()
+        page.get_by_text(f"{2 * len(HOSTILE)} answers").wait_for()
+        assert (page.get_by_label("text", exact=True).input_value(), page.get_by_label("agent").input_value()) == (
+            "",
+            "",
+        )
+        assert page.evaluate("document.activeElement.textContent") == "clear"
+
+
+def test_numbers_keep_their_digits_and_units_and_metrics_are_found(browser):
+    with Visit(browser) as visit:
+        page = visit.open("#/curves?find=entropy")
+        page.get_by_role("heading", name="Log-prob of own answers (nats a token)").wait_for()
+        assert page.locator(".card").all_inner_texts().count("") == page.locator(".card").count() - 1
+        page.get_by_label("find a metric").fill("nonsense")
+        page.get_by_text("No metric of this name.").wait_for()
+        small, rates, late, read = page.evaluate(
+            """async () => {
+              const { show } = await import("/page/dom.js");
+              const { Chart, ticks } = await import("/page/chart.js");
+              const chart = new Chart("title", { from: null, to: null });
+              document.body.append(chart.node);
+              const x = Array.from({ length: 20000 }, (_, n) => n);
+              const line = (label, y) => ({ label, colour: "#112233", dash: 0, x, y });
+              chart.draw({ xUnit: "step", lines: [line("a", x), line("b", x.map((n) => (n * 37) % 101))] });
+              await new Promise(requestAnimationFrame);
+              const read = Array.from({ length: 9 }, () => {
+                chart.canvas.dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowLeft" }));
+                return [chart.at.textContent, `step ${chart.legend.querySelector("output").textContent}`];
+              });
+              return [[0.0015, -0.0024, 0.5].map(show), ticks([3.9e-6, 4e-6]), ticks([99990, 99992]), read];
+            }"""
+        )
+        assert (small, rates) == (["0.0015", "-0.0024", "0.500"], ["3.9e-6", "4e-6"]) and late == ["99.99k", "99.992k"]
+        assert all(step == value for step, value in read) and len(set(map(tuple, read))) == 9
+
+
 def test_the_map_of_ranks_says_who_waits_for_whom(browser):
     with Visit(browser) as visit:
         page = visit.open("#/job")
@@ -450,6 +500,7 @@ def test_own_turns_of_a_conversation_are_coloured_by_token(browser):
             spans = page.locator(".answer.chosen .message .strip span")
             return [(span.inner_text(), span.get_attribute("class")) for span in spans.all()]
 
+        assert "\njudged by the text has no answer" in page.locator(".answer.chosen").inner_text()
         said = ["2+2?", "<end>", "so ", "4", "<end>"]
         assert shades() == [*zip(said, ["up5", "none", "same", "down5", "none"], strict=True)]
         assert page.locator(".answer.chosen .message pre").all_inner_texts() == ["<think>", "[4]"]
