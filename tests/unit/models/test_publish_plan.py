@@ -103,5 +103,5 @@ def test_equal_plans_have_equal_digests_and_no_others():
         assert plan_of(MODELS["dense tied"], *layout).digest == plan.digest
         bucket = list(plan.buckets[0])
         place = rng.randrange(len(bucket))
-        bucket[place] = replace(bucket[place], read=bucket[place].read + 1)
+        bucket[place] = replace(bucket[place], source_shard=bucket[place].source_shard + 1)
         assert replace(plan, buckets=(tuple(bucket), *plan.buckets[1:])).digest != plan.digest
