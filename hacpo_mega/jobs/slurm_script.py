@@ -158,8 +158,10 @@ def submit(job: Job, *, fresh: bool) -> Iterator[str]:
 def hold(job: Job) -> Iterator[str]:
     """Submits an allocation of the job's nodes that lasts until its time limit, and starts nothing; yields lines on it.
 
-    ValueError without sbatch, and with Slurm's message if it refuses.
+    ValueError for nodes of several kinds, without sbatch, and with Slurm's message if it refuses.
     """
+    if len(job.plan.components) > 1:
+        raise ValueError("slurm.agents: nodes of several kinds are a job of their own; leave --hold out")
     sbatch, held = _sbatch(), replace(job, held=True)
     folder = _private_folder(job)
     text = HOLD_SCRIPT.replace("@directives@", "\n".join(_directives(held)))

@@ -215,12 +215,12 @@ class _LockFile:
 
         Waits as long as it takes to know. FileNotFoundError when the file goes meanwhile.
         """
-        holder = _process_in(self._content())
-        if holder is not None and holder["space"] == _process_scope():
-            if not self._is_locked and process_start(holder["pid"]) == holder["start"]:
+        owner = _process_in(self._content())
+        if owner is not None and owner["space"] == _process_scope():
+            if not self._is_locked and process_start(owner["pid"]) == owner["start"]:
                 raise self._held()
             return
-        if holder is None and self._is_locked:
+        if owner is None and self._is_locked:
             return
         touched_s = os.fstat(self.descriptor).st_mtime
         os.utime(self.descriptor)  # whoever begins beside this process sees that; now, by the file system's clock
@@ -276,10 +276,8 @@ def _state(path: Path) -> tuple[int, int, int]:
 
 def is_gone(content: str) -> bool:
     """True if a `signature` is known to be of a process that has ended; one of another machine may live."""
-    holder = _process_in(content)
-    return (
-        holder is not None and holder["space"] == _process_scope() and process_start(holder["pid"]) != holder["start"]
-    )
+    owner = _process_in(content)
+    return owner is not None and owner["space"] == _process_scope() and process_start(owner["pid"]) != owner["start"]
 
 
 def signature(token: str) -> str:

@@ -116,6 +116,7 @@ def test_without_sbatch_nothing_is_written(config, monkeypatch):
         (["--job", "7"], "scontrol is not on the PATH: start on a login node of the cluster"),
         (["--hold"], "sbatch is not on the PATH"),
         (["--job", "7", "slurm.agents.wide.constraint=x"], "slurm.agents: nodes of several kinds are a job of their"),
+        (["--hold", "slurm.agents.wide.constraint=x"], "slurm.agents: nodes of several kinds are a job of their"),
     ],
 )
 def test_nodes_that_stay_have_no_other_options(config, monkeypatch, words, said):
