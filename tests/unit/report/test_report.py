@@ -29,7 +29,7 @@ from hacpo_mega.logbook.files.metrics import MetricsWriter, StepMetrics, read_me
 from hacpo_mega.logbook.files.rollout_log import read_rollouts
 from hacpo_mega.logbook.files.trace import Track, chrome_trace, write_trace
 from hacpo_mega.report import summary, write_report
-from hacpo_mega.report.canvas import MOST_BARS, dressed, label_ends, panels, stack, to_inline_svg, to_png
+from hacpo_mega.report.canvas import MOST_BARS, label_ends, panels, report_style, stack, to_inline_svg, to_png
 from hacpo_mega.report.catalogue import AGENT_COLOURS, BAND_COLOURS, FATE_COLOURS, PHASE_COLOURS, SECTIONS
 from hacpo_mega.report.page import choose_prompts, render_page
 from hacpo_mega.report.plots import draw, draw_pictures, draw_timeline, figures_of
@@ -199,7 +199,7 @@ def test_the_timeline_is_drawn_from_the_trace_where_there_is_one(tmp_path: Path)
     picture = tmp_path / "timeline.png"
 
     def draw_again() -> None:
-        with dressed():
+        with report_style():
             picture.write_bytes(to_png(draw_timeline(load_run(tmp_path))))
 
     draw_again()
