@@ -1,4 +1,4 @@
-"""The look of the report's figures: themes, panels, curves named at their end, stacks. Knows no metric."""
+"""The style of the report's figures: themes, panels, curves named at their end, stacks. Knows no metric."""
 
 import io
 import math
@@ -18,19 +18,19 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from hacpo_mega.report.run import Series
 
 MOST_BARS = 600  # of a figure that is 619 points wide
-LEAST_BAR = 0.08  # of a strip: one answer shows, too
-LETTER_INCHES = 0.072  # of a legend
-LARGE_INCHES, TICKS_INCHES = 0.08, 0.5  # of a letter of a title or at a curve's end; of numbers beside a panel
-COUNTS_HEIGHT = 0.22  # of the strip below a panel's points, over theirs
+LEAST_BAR = 0.08  # of a strip's height, so that a single answer is visible
+LETTER_INCHES = 0.072  # width of a letter of a legend
+LARGE_INCHES, TICKS_INCHES = 0.08, 0.5  # widths of a letter of a title or at a curve's end; of tick labels
+COUNTS_HEIGHT = 0.22  # height of the strips of counts, as a share of the height of the points above them
 
-# The page's colour for each part of a figure that is not data; the values are those of a PNG, on white paper.
+# Colours of everything that is not data: in a PNG, on white paper, and as the page's variables.
 PAPER, INK, FAINT, GRID = "#ffffff", "#22262c", "#6a717c", "#e4e7eb"
 PAGE_COLOURS = {PAPER: "var(--paper)", INK: "var(--ink)", FAINT: "var(--faint)", GRID: "var(--line)"}
 
 
 @contextmanager
-def dressed() -> Iterator[None]:
-    """Figures drawn inside look like the report's."""
+def report_style() -> Iterator[None]:
+    """Figures drawn inside have the style of the report."""
     settings = {
         "figure.facecolor": PAPER,
         "axes.facecolor": PAPER,
@@ -75,7 +75,7 @@ def to_png(figure: Figure) -> bytes:
 def to_inline_svg(figure: Figure, stem: str) -> str:
     """The figure as an element of the page, in the page's colours, light or dark; letters are outlines.
 
-    Ids get the stem in front, since several figures share one page. Coordinates keep two decimals of a point.
+    Ids begin with the stem, since several figures share one page. Coordinates keep two decimals of a point.
     """
     file = io.StringIO()
     figure.savefig(file, format="svg", metadata={"Date": None})
@@ -100,13 +100,13 @@ def panels(
         figure.get_layout_engine().set(hspace=0.06)  # between a row's steps and the titles below
     grid = figure.add_gridspec(rows, math.lcm(columns, last))
     axes: list[Axes] = []
-    for place in range(num):
-        row, column = divmod(place, columns)
+    for index in range(num):
+        row, column = divmod(index, columns)
         width = grid.ncols // (last if row == rows - 1 else columns)
         shared = {"sharex": axes[0], "sharey": axes[0] if share_y else None} if axes else {}
         axes.append(figure.add_subplot(grid[row, column * width : (column + 1) * width], **shared))
-    for place, axis in enumerate(axes):
-        if place // columns == rows - 1:
+    for index, axis in enumerate(axes):
+        if index // columns == rows - 1:
             axis.set_xlabel("step")
         axis.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10], nbins=8 if columns == 1 else 5))
     if steps is not None:
@@ -115,23 +115,23 @@ def panels(
 
 
 def line(axis: Axes, series: Series, colour: str, **style: float) -> None:
-    """A curve over steps that follow each other, broken where one has no number.
+    """A curve over consecutive steps, broken where a step has no number.
 
-    A point without a neighbour would be invisible as a line, so it is a dot; few points are dots all.
+    A point without a neighbour would be invisible as a line, so it is marked; where points are few, all are.
     """
     known = [(step, value) for step, value in zip(series.steps, series.values) if math.isfinite(value)]
-    pieces = neighbours(known)
-    broken = [point for piece in pieces for point in (*piece, (piece[-1][0] + 0.5, math.nan))][:-1]
-    if not broken:
+    if not known:
         return
+    pieces = _consecutive(known)
+    broken = [point for piece in pieces for point in (*piece, (piece[-1][0] + 0.5, math.nan))][:-1]
     axis.plot(*zip(*broken), color=colour, **style)
-    dots = known if len(known) <= 12 else [piece[0] for piece in pieces if len(piece) == 1]
-    if dots:
-        axis.plot(*zip(*dots), color=colour, linestyle="none", marker="o", markersize=4, **style)
+    marked = known if len(known) <= 12 else [piece[0] for piece in pieces if len(piece) == 1]
+    if marked:
+        axis.plot(*zip(*marked), color=colour, linestyle="none", marker="o", markersize=4, **style)
 
 
-def neighbours(points: Sequence[tuple[int, float]]) -> list[list[tuple[int, float]]]:
-    """Points by step, in pieces of steps that follow each other."""
+def _consecutive(points: Sequence[tuple[int, float]]) -> list[list[tuple[int, float]]]:
+    """The (step, value) points, split into pieces of consecutive steps."""
     pieces: list[list[tuple[int, float]]] = []
     for point in points:
         if not pieces or point[0] != pieces[-1][-1][0] + 1:
@@ -141,21 +141,21 @@ def neighbours(points: Sequence[tuple[int, float]]) -> list[list[tuple[int, floa
 
 
 def dots(
-    axis: Axes, series: Series, intervals: Sequence[tuple[float, float] | None], colour: str, aside: float = 0.0
+    axis: Axes, series: Series, intervals: Sequence[tuple[float, float] | None], colour: str, offset: float
 ) -> None:
-    """Points by themselves, each with its interval where it has one: nothing was measured between them.
+    """Points without a line, since nothing was measured between them, each with its interval where it has one.
 
-    aside   steps by which they stand beside their own
+    offset   in steps, by which the points are moved to the right
     """
-    places = [step + aside for step in series.steps]
-    axis.plot(places, series.values, color=colour, linestyle="none", marker="o", markersize=5)
-    bars = [(place, *interval) for place, interval in zip(places, intervals) if interval is not None]
+    xs = [step + offset for step in series.steps]
+    axis.plot(xs, series.values, color=colour, linestyle="none", marker="o", markersize=5)
+    bars = [(x, *interval) for x, interval in zip(xs, intervals) if interval is not None]
     if bars:
         axis.vlines(*zip(*bars), color=colour, alpha=0.55, linewidth=1.4)
 
 
 def as_number(value: float, _place: int | None = None) -> str:
-    """A tick of an axis whose numbers may be tiny: with its own power of ten, since one for all hides in a title."""
+    """A tick of an axis whose numbers may be tiny, with its own power of ten: a common one would overlap the title."""
     return f"{value:g}" if value == 0.0 or abs(value) >= 1e-3 else f"{value:.1e}".replace("e-0", "e-")
 
 
@@ -185,7 +185,7 @@ def shortened(name: str, most: int) -> str:
 
 def label_ends(axis: Axes, ends: list[tuple[Series, str, str]]) -> None:
     """Names curves at their last point, (series, name, colour) each, moved apart where they would overlap."""
-    points = [(s.values[-1], s.steps[-1], name, c) for s, name, c in ends if s and math.isfinite(s.values[-1])]
+    points = [(s.values[-1], name, colour) for s, name, colour in ends if s and math.isfinite(s.values[-1])]
     points.sort(key=lambda point: point[0])
     column = axis.figure.get_figwidth() / axis.get_subplotspec().get_gridspec().ncols  # holds labels of two rows
     most = int(min(0.4 * min(map(_inches, axis.figure.axes)), column - TICKS_INCHES) / LARGE_INCHES)
@@ -200,7 +200,7 @@ def label_ends(axis: Axes, ends: list[tuple[Series, str, str]]) -> None:
     for n in reversed(range(len(places))):  # back below the top, which many names would pass
         places[n] = min(places[n], top)
         top = places[n] - gap
-    for place, (_, _, name, colour) in zip(places, points):
+    for place, (_, name, colour) in zip(places, points):
         axis.annotate(
             shortened(name, most),
             (last, place),
@@ -217,7 +217,7 @@ def label_ends(axis: Axes, ends: list[tuple[Series, str, str]]) -> None:
 def smooth(series: Series) -> Series:
     """The mean over a window of steps around each point: a tenth of the run, at least 3 and at most 25 steps."""
     half = max(1, min(12, len(series.values) // 20))
-    known = {step: value for step, value in zip(series.steps, series.values) if math.isfinite(value)}
+    known = {step: value for step, value in series.by_step.items() if math.isfinite(value)}
     windows = ([known[s] for s in range(step - half, step + half + 1) if s in known] for step in series.steps)
     values = (fmean(window) if step in known else math.nan for step, window in zip(series.steps, windows))
     return Series(series.steps, tuple(values))
@@ -226,7 +226,7 @@ def smooth(series: Series) -> Series:
 def stack(
     axis: Axes, steps: Sequence[int], layers: Sequence[Sequence[float]], colours: list[str], alpha: float = 1.0
 ) -> None:
-    """Layers on top of each other: a bar for each of the `steps` (_bars), nothing between; one shape per layer."""
+    """Layers [layer][step] on top of each other, each one shape: a bar at each of the `steps`, nothing between."""
     low = [0.0] * len(steps)
     for values, colour in zip(layers, colours):
         high = [base + value for base, value in zip(low, values)]
@@ -237,7 +237,8 @@ def stack(
 def counts_below(axes: Sequence[Axes], counts: Sequence[Sequence[tuple[Mapping[int, float], str]]]) -> None:
     """Draws the number of answers behind the points of panels with common limits: strips of bars below the points.
 
-    `counts` are, for each panel, answers by step with a colour; a strip each. A bar is full at the most of all panels.
+    `counts` has, for each panel, a strip each as (answers by step, colour). The largest number of all panels fills its
+    strip.
     """
     most = max((n for panel in counts for by_step, _ in panel for n in by_step.values()), default=0)
     if not most:
@@ -248,27 +249,27 @@ def counts_below(axes: Sequence[Axes], counts: Sequence[Sequence[tuple[Mapping[i
     axes[0].set_ylim(low - height, high)
     axes[0].set_yticks(ticks)
     for axis, panel in zip(axes, counts):
-        for place, (by_step, colour) in enumerate(panel):
-            bottom, full = low - height + place * height / len(panel), 0.8 * height / len(panel)
-            known = [(step, n) for step, n in by_step.items() if n]
-            top = [bottom + full * max(LEAST_BAR, n / most) for _, n in known]
-            _bars(axis, [step for step, _ in known], [bottom] * len(known), top, color=colour, alpha=0.45)
+        for strip, (by_step, colour) in enumerate(panel):
+            bottom, full = low - height + strip * height / len(panel), 0.8 * height / len(panel)
+            steps = [step for step, n in by_step.items() if n]
+            tops = [bottom + full * max(LEAST_BAR, by_step[step] / most) for step in steps]
+            _bars(axis, steps, [bottom] * len(steps), tops, color=colour, alpha=0.45)
 
 
-def span_of(numbers: Sequence[float]) -> str:
-    """The least and the most of some counts, for people."""
+def range_text(numbers: Sequence[float]) -> str:
+    """The range of some counts as text: "8" or "8 to 1,024"."""
     low, high = round(min(numbers)), round(max(numbers))
     return f"{high:,}" if low == high else f"{low:,} to {high:,}"
 
 
 def _bars(axis: Axes, steps: Sequence[int], low: Sequence[float], high: Sequence[float], **style: str | float) -> None:
-    """A bar per step that is as wide as a step; neighbours make one outline.
+    """A bar per step that is as wide as a step; bars of consecutive steps make one outline.
 
-    Neighbours of more than MOST_BARS steps share bars, with their mean: a page of 20,000 steps would have 57 MB.
+    More than MOST_BARS steps share bars, each the mean of a block of steps: a page of 20,000 would have 57 MB.
     """
-    each = math.ceil((steps[-1] - steps[0] + 1) / MOST_BARS) if steps else 1
+    block_size = math.ceil((steps[-1] - steps[0] + 1) / MOST_BARS) if steps else 1
     edges: list[tuple[float, float, float]] = []
-    for _, block in groupby(zip(steps, low, high), key=lambda bar: (bar[0] - steps[0]) // each):
+    for _, block in groupby(zip(steps, low, high), key=lambda bar: (bar[0] - steps[0]) // block_size):
         places, bases, tops = zip(*block)
         if edges and edges[-1][0] != places[0] - 0.5:
             edges.append((edges[-1][0], math.nan, math.nan))

@@ -10,10 +10,10 @@ from typing import Any
 from hacpo_mega.logbook.steps.sharing import WORDS
 from hacpo_mega.report.run import Run
 
-# Legible on white and on near-black alike, and apart from each other for the common kinds of colour blindness.
+# Legible on white and on near-black, and distinct for the common kinds of colour blindness.
 AGENT_COLOURS = ("#3d7fd9", "#e2762b", "#23a37c", "#b865c9", "#c79a1e", "#d64c61", "#36a9c4", "#8a9099")
 BAND_COLOURS = {"below": "#8b95a5", "inside": "#2aa37d", "above": "#e0a030"}
-# Fates of others' answers: what teaches, then reasons why not; at the end those that would teach nobody.
+# Fates of others' answers: those that teach, then the reasons of the others; last the answers that teach nobody.
 FATE_COLOURS = {
     "reached": "#2aa37d",
     "outside_band": "#e0a030",
@@ -53,9 +53,9 @@ UNKNOWN_PHASE = "#b0705f"
 class ChartSpec:
     """A chart of curves, of a pair's stack of `parts`, or of an agent's stack of `phases`.
 
-    id        name of its PNG file; verdicts say it
+    id        name of its PNG file, by which verdicts refer to it
     patterns  of curves; the report's small panels leave out those with {b}
-    parts     ends of agent/{a}/from/{b}/<part>, all of which a pair must have
+    parts     last parts of the names agent/{a}/from/{b}/<part>, all of which a pair must have
     phases    kind of agent/{a}/<kind>/<phase>_s
     share     the axis is from 0 to 1     level   a line to compare with     log   the page's axis
     """
@@ -147,7 +147,7 @@ SECTIONS = (
 
 
 def catalogue() -> dict[str, Any]:
-    """Everything of this file, ready for JSON; what a chart leaves at its default is absent."""
+    """Charts and colours, ready for JSON; a chart's fields with their default are absent."""
     sections = [{"title": section.title, "charts": [*map(_table, section.charts)]} for section in SECTIONS]
     return {
         "agents": AGENT_COLOURS,
@@ -160,7 +160,7 @@ def catalogue() -> dict[str, Any]:
 
 
 def _table(spec: ChartSpec) -> dict[str, Any]:
-    return {field.name: found for field in fields(spec) if (found := getattr(spec, field.name)) != field.default}
+    return {field.name: value for field in fields(spec) if (value := getattr(spec, field.name)) != field.default}
 
 
 def agent_colour(run: Run, agent: str) -> str:
@@ -169,5 +169,5 @@ def agent_colour(run: Run, agent: str) -> str:
 
 
 def phase_colour(phase: str) -> str:
-    """The colour of a phase, one for all that have none of their own."""
+    """The colour of a phase; UNKNOWN_PHASE for a phase without one."""
     return PHASE_COLOURS.get(phase, UNKNOWN_PHASE)

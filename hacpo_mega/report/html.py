@@ -13,9 +13,8 @@ class Html(str):
 
 def tag(name: str, *children: str, **attributes: str) -> Html:
     """`<name ...>children</name>`. Strings are escaped, also in attributes; `class_` and `aria_label` lose the `_`."""
-    keys = {key: key.rstrip("_").replace("_", "-") for key in attributes}
-    written = "".join(f' {keys[key]}="{_text(value)}"' for key, value in attributes.items())
-    return Html(f"<{name}{written}>{join(*children)}</{name}>")
+    pairs = "".join(f' {key.rstrip("_").replace("_", "-")}="{_text(value)}"' for key, value in attributes.items())
+    return Html(f"<{name}{pairs}>{join(*children)}</{name}>")
 
 
 def join(*children: str) -> Html:

@@ -1,7 +1,7 @@
-"""The page of a run: one HTML file without a single outside reference, in light and dark.
+"""The page of a run: one HTML file without any reference to the outside, in light and dark.
 
-Its samples are prompts of a few steps side by side: every agent's answers with reward, and ratio and advantage for each
-learner.
+Its samples are prompts of a few steps, the agents' answers side by side: each with its reward and, for each learner,
+its ratio and advantage.
 """
 
 import datetime
@@ -21,15 +21,15 @@ from hacpo_mega.report.plots import Picture
 from hacpo_mega.report.run import Accuracy, Run, accuracies, evaluated_skills, measure_of
 
 STYLE = Path(__file__).with_name("style.css").read_text(encoding="utf-8")
-LONGEST_S = 1e9  # of a run: a clock was wrong that says more
+LONGEST_S = 1e9  # of a run: a longer duration means that a clock was wrong
 PROMPTS_PER_STEP = 4
 ANSWERS_SHOWN = 2  # of each agent, different ones; the others are folded away
 LONGEST_ANSWER = 6000
-MOST_TOKENS = 400  # of a strip; the rest is counted
+MOST_TOKENS = 400  # of a strip; the number of the others is given
+STOPS = {"length": "cut at the limit", "cut": "cut as late"}
 ROW_NAMES = ("uid", "id", "name", "index")  # fields of a row that may hold its name
-# A token's ratio is marked from these distances of its logarithm on: barely, and clearly.
-MARKED, STRONG = 0.01, 0.2
-# The page runs no script and loads nothing, whatever text it shows; styles stand in it, also in attributes.
+MARKED, STRONG = 0.01, 0.2  # |log ratio| from which on a token is marked, and marked strongly
+# The page runs no script and loads nothing, whatever text it shows; its styles are inline, also in attributes.
 POLICY = (
     '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
     "style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'\">"
@@ -40,9 +40,8 @@ def render_page(run: Run, pictures: list[Picture]) -> str:
     """The whole page as text."""
     name = run.folder.resolve().name
     cards = tag("div", *(_card(run, agent) for agent in run.agents), class_="cards")
-    parts = [_head(run, name), _unshared(run), cards, _facts(run), _accuracy_section(run)]
-    parts.append(render_benchmarks(run.folder))
-    parts += [shown_picture(picture, "h2") for picture in pictures]
+    parts = [_head(run, name), _sharing_alert(run), cards, _facts(run), _accuracy_section(run)]
+    parts += [render_benchmarks(run.folder), *(render_picture(picture, "h2") for picture in pictures)]
     if (samples := render_samples(run)) is not None:
         note = (
             "Every answer was sampled while training. A is the advantage an answer has for a learner, omega applied. "
@@ -68,71 +67,68 @@ def _head(run: Run, name: str) -> Html:
     return join(tag("h1", name), tag("div", " · ".join(filter(None, (method, progress))), class_="sub"))
 
 
-def _unshared(run: Run) -> Html:
-    """The warning above everything: pairs of agents of which one has taught the other next to nothing."""
+def _sharing_alert(run: Run) -> Html:
+    """A line at the top of the page for every learner that learnt next to nothing from a source."""
     lines = [
-        tag("div", tag("b", f"{learner} learnt next to nothing from {source}"), f": {_reached(fates)} ({fates})")
+        tag("div", tag("b", f"{learner} learnt next to nothing from {source}"), f": {_reached_text(fates)} ({fates})")
         for learner, source in run.pairs
         if (fates := Fates.total(run.fates(learner, source).values())).is_lost
     ]
     return tag("div", *lines, class_="alert") if lines else Html()
 
 
-def _reached(fates: Fates) -> str:
+def _reached_text(fates: Fates) -> str:
     return f"{fates.reached:,} of {fates.usable:,} usable answers reached it"
 
 
 def _learnt_from_others(run: Run, agent: str) -> Fates | None:
-    """The fates of all others' answers for an agent; None if none was offered, or nobody counted."""
-    found = [fates for source in run.agents if source != agent for fates in run.fates(agent, source).values()]
-    return Fates.total(found) if found else None
+    """The fates of all others' answers for an agent; None if there were none, or the run has no counts."""
+    every = [fates for source in run.agents if source != agent for fates in run.fates(agent, source).values()]
+    return Fates.total(every) if every else None
 
 
 def _card(run: Run, agent: str) -> Html:
     """An agent's gain: accuracy if it was evaluated, else the reward of its first and last steps."""
-    found = accuracies(run, agent)
+    evaluated = accuracies(run, agent)
     rewards = run.series(f"agent/{agent}/reward_mean").values
     lines = []
-    if len(found) > 1:
-        lines = _change(
-            f"held-out {measure_of(found)}", found[0].value, found[-1].value, found[0].gain_interval(found[-1])
-        )
-    elif found:
+    if len(evaluated) > 1:
+        first, last = evaluated[0], evaluated[-1]
+        lines = _change(f"held-out {measure_of(evaluated)}", first.value, last.value, first.gain_interval(last))
+    elif evaluated:
         lines = [
-            tag("div", f"{found[0].value:.3f}", class_="big"),
-            tag("div", f"held-out {measure_of(found)}, step {found[0].step}"),
+            tag("div", f"{evaluated[0].value:.3f}", class_="big"),
+            tag("div", f"held-out {measure_of(evaluated)}, step {evaluated[0].step}"),
         ]
     elif len(rewards) > 1:
         lines = _change("reward while training", rewards[0], rewards[-1], None)
-    answers = run.series(f"agent/{agent}/num_answers").values
-    counted = [tag("div", f"{int(sum(answers)):,} answers given", class_="sub")] if answers else []
-    name = tag("div", agent, class_="name")
-    return tag(
-        "div", name, *lines, *counted, *_shared(run, agent), class_="card", style=f"--agent:{agent_colour(run, agent)}"
-    )
+    counts = run.series(f"agent/{agent}/num_answers").values
+    lines += [tag("div", f"{int(sum(counts)):,} answers given", class_="sub")] if counts else []
+    lines += _sharing_line(run, agent)
+    colour = f"--agent:{agent_colour(run, agent)}"
+    return tag("div", tag("div", agent, class_="name"), *lines, class_="card", style=colour)
 
 
-def _shared(run: Run, agent: str) -> list[Html]:
-    """A line about the part of its gain that was learnt from others."""
+def _sharing_line(run: Run, agent: str) -> list[Html]:
+    """A line about the part of others' answers that taught the agent; none where nothing is known of it."""
     fates = _learnt_from_others(run, agent)
     if fates is None or fates.share is None:
         return []
-    whose = "learnt alone: " if fates.is_lost else "of others: "
-    text = f"{whose}{_reached(fates)} ({fates.share:.0%})"
+    subject = "learnt alone: " if fates.is_lost else "of others: "
+    text = f"{subject}{_reached_text(fates)} ({fates.share:.0%})"
     return [tag("div", text, class_="alone" if fates.is_lost else "sub")]
 
 
-def _change(what: str, start: float, end: float, interval: tuple[float, float] | None) -> list[Html]:
-    gain = end - start
-    spread = _between(interval, "+.3f")
+def _change(label: str, start: float, end: float, interval: tuple[float, float] | None) -> list[Html]:
+    gain = f"{end - start:+.3f}{_interval_text(interval, '+.3f')}"
     return [
         tag("div", tag("small", f"{start:.3f} → "), f"{end:.3f}", class_="big"),
-        tag("div", f"{gain:+.3f}{spread}", tag("small", f"  {what}"), class_=f"gain {_direction(interval)}".strip()),
+        tag("div", gain, tag("small", f"  {label}"), class_=f"gain {_gain_class(interval)}".strip()),
     ]
 
 
-def _direction(interval: tuple[float, float] | None) -> str:
-    """Green or red, where the interval of a gain excludes 0."""
+def _gain_class(interval: tuple[float, float] | None) -> str:
+    """The style of a gain: green or red where its interval excludes 0."""
     if interval is None or interval[0] <= 0.0 <= interval[1]:
         return ""
     return "up" if interval[0] > 0.0 else "down"
@@ -140,7 +136,6 @@ def _direction(interval: tuple[float, float] | None) -> str:
 
 def _facts(run: Run) -> Html:
     start = run.starts[-1] if run.starts else {}
-    packages = start.get("packages", {})
     facts = {
         "folder": str(run.folder.resolve()),
         "seed": run.setting("seed"),
@@ -151,7 +146,7 @@ def _facts(run: Run) -> Html:
         "duration": _duration(run),
         "starts": len(run.starts) if len(run.starts) > 1 else None,
         "commit": (start.get("commit") or "").replace("+", " with local changes ").strip(),
-        "versions": ", ".join(f"{name} {version}" for name, version in packages.items()),
+        "versions": ", ".join(f"{name} {version}" for name, version in start.get("packages", {}).items()),
     }
     return facts_grid({name: str(fact) for name, fact in facts.items() if fact not in (None, "")})
 
@@ -168,7 +163,7 @@ def _describe_agent(agent: dict[str, Any]) -> str:
 
 
 def _duration(run: Run) -> str | None:
-    """Between the first start (or line) and the last line, pauses between restarts included."""
+    """Time from the first start (or line of metrics) to the last line, pauses between restarts included."""
     times = run.series("time_unix_s").values
     begin = min([*(start["time_unix_s"] for start in run.starts if "time_unix_s" in start), *times], default=None)
     is_known = bool(times) and 0.0 <= times[-1] - begin < LONGEST_S
@@ -176,21 +171,20 @@ def _duration(run: Run) -> str | None:
 
 
 def _accuracy_section(run: Run) -> Html:
-    rows, shown, points = [], [], []
+    rows, evaluations = [], []
     for agent in run.agents:
         for skill in [None, *evaluated_skills(run)]:
-            if found := accuracies(run, agent, skill):
-                points += found
-                shown.append(found)
-                rows.append(_accuracy_row(f"{agent} · {skill}" if skill else agent, found, bold=skill is None))
+            if evaluated := accuracies(run, agent, skill):
+                evaluations.append(evaluated)
+                rows.append(_accuracy_row(f"{agent} · {skill}" if skill else agent, evaluated, bold=skill is None))
     if not rows:
         return Html()
-    paired = [found[0].is_paired(found[-1]) for found in shown if len(found) > 1]
-    how = "prompt by prompt" if paired and all(paired) else "as of two independent samples"
-    measure = measure_of(points)
+    paired = [evaluated[0].is_paired(evaluated[-1]) for evaluated in evaluations if len(evaluated) > 1]
+    comparison = "prompt by prompt" if paired and all(paired) else "as of two independent samples"
+    measure = measure_of(point for evaluated in evaluations for point in evaluated)
     note = (
         f"In brackets 95 %: {'Wilson' if measure == 'accuracy' else 'by the standard error of the mean'}; of the "
-        f"difference {how}. It is green or red where that excludes 0."
+        f"difference {comparison}. It is green or red where that excludes 0."
     )
     head = ["agent", "before", "after", "difference", "prompts", "steps"]
     return join(
@@ -200,37 +194,36 @@ def _accuracy_section(run: Run) -> Html:
     )
 
 
-def _accuracy_row(name: str, found: list[Accuracy], bold: bool) -> list[str]:
-    first, last = found[0], found[-1]
-    later = len(found) > 1
-    gain = last.value - first.value
-    spread = _between(first.gain_interval(last), "+.3f")
-    difference = tag("span", f"{gain:+.3f}{spread}", class_=_direction(first.gain_interval(last)))
+def _accuracy_row(name: str, evaluated: list[Accuracy], *, bold: bool) -> list[str]:
+    first, last = evaluated[0], evaluated[-1]
+    has_later = len(evaluated) > 1
+    interval = first.gain_interval(last)
+    gain = f"{last.value - first.value:+.3f}{_interval_text(interval, '+.3f')}"
     return [
         tag("b", name) if bold else name,
-        f"{first.value:.3f}{_error(first)}",
-        f"{last.value:.3f}{_error(last)}" if later else "–",
-        difference if later else "–",
+        f"{first.value:.3f}{_uncertainty(first)}",
+        f"{last.value:.3f}{_uncertainty(last)}" if has_later else "–",
+        tag("span", gain, class_=_gain_class(interval)) if has_later else "–",
         str(last.num_evaluated or "–"),
-        f"{first.step} → {last.step}" if later else str(first.step),
+        f"{first.step} → {last.step}" if has_later else str(first.step),
     ]
 
 
-def _error(point: Accuracy) -> str:
+def _uncertainty(point: Accuracy) -> str:
     is_flat = point.all_equal and point.interval is not None
-    return f" (all {point.num_evaluated} equal)" if is_flat else _between(point.interval)
+    return f" (all {point.num_evaluated} equal)" if is_flat else _interval_text(point.interval)
 
 
-def _between(interval: tuple[float, float] | None, how: str = ".3f") -> str:
-    return "" if interval is None else f" [{interval[0]:{how}}, {interval[1]:{how}}]"
+def _interval_text(interval: tuple[float, float] | None, spec: str = ".3f") -> str:
+    return "" if interval is None else f" [{interval[0]:{spec}}, {interval[1]:{spec}}]"
 
 
-def shown_picture(picture: Picture, heading: str) -> Html:
-    """A figure below its title, a `heading` such as h2, what it says and its note."""
+def render_picture(picture: Picture, heading: str) -> Html:
+    """A figure below its title (in an element such as h2, the `heading`), its verdicts and its note."""
     drawing = tag("figure", Html(picture.svg), role="img", aria_label=picture.title)
-    told = [tag("p", text, class_=f"verdict {level}") for level, text in picture.verdicts]
-    said = tag("div", *told, class_="verdicts") if told else Html()
-    return join(tag(heading, picture.title), said, tag("p", picture.note, class_="note"), drawing)
+    texts = [tag("p", text, class_=f"verdict {level}") for level, text in picture.verdicts]
+    box = tag("div", *texts, class_="verdicts") if texts else Html()
+    return join(tag(heading, picture.title), box, tag("p", picture.note, class_="note"), drawing)
 
 
 def _appendix(run: Run) -> Html:
@@ -245,15 +238,15 @@ def _appendix(run: Run) -> Html:
 
 
 def render_benchmarks(run_dir: Path) -> Html | None:
-    """A table with a row per benchmark, or None without evaluations. ValueError names a file that is none."""
+    """A table with a row per benchmark, or None without evaluations. ValueError names a file that is no evaluation."""
     files = sorted((run_dir / "evaluations").glob(f"*/{RESULT}"))
-    found = {file.parent.name: read_evaluation(file) for file in files}
-    rows = [[name, *row] for name, evaluation in found.items() for row in rows_of(evaluation)]
+    evaluations = {file.parent.name: read_evaluation(file) for file in files}
+    rows = [[name, *row] for name, evaluation in evaluations.items() for row in rows_of(evaluation)]
     if not rows:
         return None
     note = "Intervals are bootstraps over problems: they say how much a score depends on which problems there are."
-    said = [f"{name}, {line}." for name, evaluation in found.items() for line in warnings_of(evaluation)]
-    notes = [tag("p", text, class_="note") for text in (note, *said)]
+    warnings = [f"{name}, {line}." for name, evaluation in evaluations.items() for line in warnings_of(evaluation)]
+    notes = [tag("p", text, class_="note") for text in (note, *warnings)]
     return join(tag("h2", "Benchmarks"), *notes, table(["evaluation", *COLUMNS], rows, class_="numbers"))
 
 
@@ -272,13 +265,13 @@ def _render_step(run: Run, step: int) -> Html:
 
 
 def choose_prompts(prompts: list[dict[str, Any]], number: int) -> list[dict[str, Any]]:
-    """A few telling ones: skills in turn, and of a skill first the prompts on which not all answers did the same."""
+    """The `number` prompts to show: from each skill in turn, first those whose answers earned different rewards."""
     by_skill: dict[str, list[dict[str, Any]]] = {}
     for prompt in sorted(prompts, key=lambda prompt: (_is_uniform(prompt), prompt["prompt_index"])):
         by_skill.setdefault(prompt["skill"], []).append(prompt)
-    turns = [(turn, skill, p) for skill, group in sorted(by_skill.items()) for turn, p in enumerate(group[:number])]
-    turns.sort(key=lambda entry: entry[:2])
-    return [prompt for _, _, prompt in turns[:number]]
+    groups = [group for _, group in sorted(by_skill.items())]
+    in_turn = [group[turn] for turn in range(number) for group in groups if turn < len(group)]
+    return in_turn[:number]
 
 
 def _is_uniform(prompt: dict[str, Any]) -> bool:
@@ -288,7 +281,7 @@ def _is_uniform(prompt: dict[str, Any]) -> bool:
 def _render_prompt(run: Run, prompt: dict[str, Any]) -> Html:
     head = tag(
         "div",
-        *(tag("span", name, class_="skill") for name in _names(prompt)),
+        *(tag("span", label, class_="skill") for label in _prompt_labels(prompt)),
         *_messages(prompt_text(prompt)),
         tag("span", "gold ", tag("b", prompt["gold"]), class_="gold"),
         class_="prompt",
@@ -298,22 +291,22 @@ def _render_prompt(run: Run, prompt: dict[str, Any]) -> Html:
     return tag("article", head, tag("div", *columns, class_="columns", style=f"--columns:{len(columns)}"))
 
 
-def _names(prompt: dict[str, Any]) -> list[str]:
-    """Its skill and its row's own id; its hash only if both are missing."""
+def _prompt_labels(prompt: dict[str, Any]) -> list[str]:
+    """The skill of a prompt and the id that its row gives; the prompt's hash only if both are missing."""
     row = prompt.get("row") or {}
-    own = next((str(row[key]) for key in ROW_NAMES if isinstance(row.get(key), str | int) and row[key] != ""), "")
-    return [name for name in (prompt["skill"], own) if name] or [prompt["id"]]
+    row_id = next((str(row[key]) for key in ROW_NAMES if isinstance(row.get(key), str | int) and row[key] != ""), "")
+    return [label for label in (prompt["skill"], row_id) if label] or [prompt["id"]]
 
 
 def _messages(text: str) -> list[Html]:
-    """A prompt as a person reads it: of a chat every message below its role."""
+    """The text of a prompt; for a chat, every message below its role."""
     messages = messages_of(text)
     if messages is None:
         return [tag("pre", text)]
     tools = [{"role": "tools", "content": json.dumps(tools_of(text), ensure_ascii=False)}] if tools_of(text) else []
-    alone = len(messages) == 1 and not tools
+    is_single = len(messages) == 1 and not tools
     return [
-        tag("pre", message["content"]) if alone else tag(
+        tag("pre", message["content"]) if is_single else tag(
             "div", tag("small", message["role"]), tag("pre", message["content"]), class_=f"message {message['role']}"
         )
         for message in (*tools, *messages)
@@ -322,13 +315,12 @@ def _messages(text: str) -> list[Html]:
 
 def _render_column(run: Run, agent: str, answers: list[dict[str, Any]]) -> Html:
     rewards = [answer["reward"] for answer in answers if answer["reward"] is not None]
-    right = f"mean reward {sum(rewards) / len(rewards):.2f} of {len(rewards)}" if rewards else "nothing judged"
-    different = _group_equal(answers)
-    shown = [_render_answer(answer, times) for answer, times in different[:ANSWERS_SHOWN]]
-    rest = [_render_answer(answer, times) for answer, times in different[ANSWERS_SHOWN:]]
+    mean = f"mean reward {sum(rewards) / len(rewards):.2f} of {len(rewards)}" if rewards else "nothing judged"
+    rendered = [_render_answer(answer, times) for answer, times in _group_equal(answers)]
+    shown, rest = rendered[:ANSWERS_SHOWN], rendered[ANSWERS_SHOWN:]
     more = [tag("details", tag("summary", f"{len(rest)} more"), *rest)] if rest else []
     colour = agent_colour(run, agent) if agent in run.agents else "currentColor"
-    name = tag("h4", tag("span", "●", style=f"color:{colour}"), f" {agent} ", tag("small", right))
+    name = tag("h4", tag("span", "●", style=f"color:{colour}"), f" {agent} ", tag("small", mean))
     return tag("div", name, *shown, *more, class_="column")
 
 
@@ -342,15 +334,15 @@ def _group_equal(answers: list[dict[str, Any]]) -> list[tuple[dict[str, Any], in
 
 def _render_answer(answer: dict[str, Any], times: int) -> Html:
     reward = answer["reward"]
-    is_right = answer["verdict"] == "correct"
-    kind = "unjudged" if reward is None else "right" if is_right else "wrong" if reward <= 0 else "partly"
-    facts = [
-        "unjudged" if reward is None else f"reward {reward:g}",
-        answer["verdict"].replace("_", " "),
-        f"{answer['num_tokens']} tokens",
-        *(["cut at the limit"] if answer["stop"] == "length" else ["cut as late"] if answer["stop"] == "cut" else []),
-        *([f"{times} times"] if times > 1 else []),
-    ]
+    if reward is None:
+        style = "unjudged"
+    elif answer["verdict"] == "correct":
+        style = "right"
+    else:
+        style = "wrong" if reward <= 0 else "partly"
+    facts = ["unjudged" if reward is None else f"reward {reward:g}", answer["verdict"].replace("_", " ")]
+    facts += [f"{answer['num_tokens']} tokens", *([STOPS[answer["stop"]]] if answer["stop"] in STOPS else [])]
+    facts += [f"{times} times"] if times > 1 else []
     learners = _learners(answer)
     return tag(
         "div",
@@ -358,12 +350,12 @@ def _render_answer(answer: dict[str, Any], times: int) -> Html:
         *_render_strips(answer, learners),
         tag("div", " · ".join(facts), class_="facts"),
         tag("div", *(_render_learner(answer, learner) for learner in learners), class_="learners"),
-        class_=f"answer {kind}",
+        class_=f"answer {style}",
     )
 
 
 def _learners(answer: dict[str, Any]) -> list[str]:
-    """Learners to do with an answer: its own agent, and all that trained on it or left it out for a reason."""
+    """The learners that an answer concerns: its own agent, and all that trained on it or left it out for a reason."""
     reasons = answer.get("not_trained")
     others = answer["advantage"] if reasons is None else reasons  # an older run does not say why
     own = [answer["agent"]] if answer["agent"] in answer["advantage"] else []
@@ -372,7 +364,7 @@ def _learners(answer: dict[str, Any]) -> list[str]:
 
 
 def _render_learner(answer: dict[str, Any], learner: str) -> Html:
-    """An answer that trained the learner in colour, with its advantage; else the reason why it did not."""
+    """The advantage and ratio of an answer that trained the learner, in colour; else the reason why it did not."""
     advantage, ratio = answer["advantage"].get(learner), answer["ratio"].get(learner)
     reason = _why_not_trained(answer, learner)
     parts = [] if advantage is None or (reason and ratio is None) else [f" A {advantage:+.2f}"]
@@ -387,12 +379,12 @@ def _why_not_trained(answer: dict[str, Any], learner: str) -> str:
     reason = answer.get("not_trained", {}).get(learner)
     if reason is None:
         return "" if learner in answer["ratio"] or learner == answer["agent"] else "not trained"
-    words = WORDS.get(reason, reason.replace("_", " "))
-    return words if reason == "outside_band" else f"not trained: {words}"
+    text = WORDS.get(reason, reason.replace("_", " "))
+    return text if reason == "outside_band" else f"not trained: {text}"
 
 
 def _render_strips(answer: dict[str, Any], learners: list[str]) -> list[Html]:
-    """The answer's tokens as its own agent sees them and, folded, as the others do; nothing if none are logged."""
+    """The answer's tokens marked for its own agent and, folded, for the others; nothing if no tokens are logged."""
     if not answer.get("tokens"):
         return []
     own = answer["agent"]
@@ -404,32 +396,31 @@ def _render_strips(answer: dict[str, Any], learners: list[str]) -> list[Html]:
 
 
 def _render_strip(answer: dict[str, Any], learner: str) -> Html:
-    """Tokens on the colour of the learner's advantage, underlined by its ratio: its own by token, others' by answer."""
+    """Tokens in the advantage's colour, underlined by the ratio: the token's for its own agent, else the answer's."""
     advantage = 0.0 if _why_not_trained(answer, learner) else answer["advantage"].get(learner, 0.0)
-    tokens, is_own = answer["tokens"], learner == answer["agent"]
-    of_answer = None if is_own else answer["ratio"].get(learner)
-    ratios = answer.get("token_ratio", []) if is_own else [of_answer] * len(tokens)
-    logprobs = answer.get("token_logprob", [])
+    tokens, logprobs, is_own = answer["tokens"], answer.get("token_logprob", []), learner == answer["agent"]
+    ratios = answer.get("token_ratio", []) if is_own else [answer["ratio"].get(learner)] * len(tokens)
     shown = [
         _render_token(text, *(float(v[i]) if i < len(v) and v[i] is not None else None for v in (ratios, logprobs)))
         for i, text in enumerate(tokens[:MOST_TOKENS])
     ]
     more = [tag("small", f" … {len(tokens) - MOST_TOKENS} more tokens")] if len(tokens) > MOST_TOKENS else []
-    kind = "up" if advantage > 0 else "down" if advantage < 0 else "still"
+    sign = "up" if advantage > 0 else "down" if advantage < 0 else "still"
     depth = f"--depth:{min(60, round(20 * abs(advantage)))}%"
-    return tag("div", *shown, *more, class_=f"strip {kind}", style=depth)
+    return tag("div", *shown, *more, class_=f"strip {sign}", style=depth)
 
 
 def _render_token(text: str, ratio: float | None, logprob: float | None) -> Html:
     facts = [] if logprob is None else [f"log-prob {logprob:.3f}"]
     facts += [] if ratio is None else [f"ratio {ratio:.3f}"]
-    far = math.log(ratio) if ratio is not None and 0 < ratio < math.inf else 0.0
-    mark = "" if abs(far) < MARKED else f"{'more' if far > 0 else 'less'}{' strong' if abs(far) >= STRONG else ''}"
+    log_ratio = math.log(ratio) if ratio is not None and 0 < ratio < math.inf else 0.0
+    strength = " strong" if abs(log_ratio) >= STRONG else ""
+    mark = "" if abs(log_ratio) < MARKED else f"{'more' if log_ratio > 0 else 'less'}{strength}"
     return tag("span", text, class_=mark, title=", ".join(facts))
 
 
 def _shorten(text: str) -> str:
-    """Head and tail of an answer that would make the page heavy; the whole one is in rollouts/."""
+    """Head and tail of an answer that is too long for the page; the whole answer is in rollouts/."""
     if len(text) <= LONGEST_ANSWER:
         return text
     half = LONGEST_ANSWER // 2

@@ -1,9 +1,9 @@
-"""The charts of the catalogue as figures of a run; nothing where the run lacks their numbers.
+"""The charts of the catalogue as figures of a run; a chart is left out where the run lacks its numbers.
 
-One colour per agent on every figure. A chart of agents alone is a small panel among its neighbours; others have a
-figure each. canvas.py has their looks. The timeline is one step of all agents as bars on a common axis: a trace
-shows when each rank did what, and for whom it waited. Seconds of phases alone show how long each agent took, not when:
-they are drawn one after the other.
+One colour per agent on every figure. Charts with one curve per agent are small panels that share a figure with their
+neighbours; each other chart has its own figure. The timeline is one step of all agents as bars on a common axis. A
+trace shows when each rank did what, and for whom it waited. Without a trace only the seconds of phases are known, not
+when they began: they are drawn one after the other. Elsewhere: the style (canvas.py).
 """
 
 import gzip
@@ -30,14 +30,14 @@ from hacpo_mega.report.canvas import (
     as_share,
     counts_below,
     dots,
-    dressed,
     entitle,
     label_ends,
     legend,
     line,
     panels,
+    range_text,
+    report_style,
     smooth,
-    span_of,
     stack,
     to_inline_svg,
     to_png,
@@ -56,26 +56,26 @@ from hacpo_mega.report.catalogue import (
 from hacpo_mega.report.run import Run, Series, accuracies, measure_of, phase_series
 from hacpo_mega.report.verdicts import verdicts
 
-MOST_ROWS = 24
+MOST_ROWS = 24  # of a timeline
 ORDER = tuple(PHASE_COLOURS)  # as phases follow each other in a step
-THINNEST = 1 / 2000  # of the width: a bar that is thinner would not be seen, and many of them make a heavy page
-BESIDE = 1 / 120  # of the axis: between the points of two agents at a step, so that no interval hides another
-FEW = 8  # answers: points of fewer are pale
+THINNEST = 1 / 2000  # of the width: thinner bars are left out, since they cannot be seen and make a heavy page
+AGENT_OFFSET = 1 / 120  # of the axis, between the points of two agents at a step: no interval hides another
+FEW_ANSWERS = 8  # bars of fewer answers are pale
 
 
 def draw_held_out(run: Run, spec: ChartSpec) -> Figure | None:
-    """Held-out accuracy, or mean reward, with its 95 % interval: the chart of the other measure is none."""
-    curves = {agent: found for agent in run.agents if (found := accuracies(run, agent))}
-    measure = measure_of(point for found in curves.values() for point in found)
+    """Held-out accuracy, or mean reward, with its 95 % interval; None for the one that the run did not measure."""
+    curves = {agent: evaluated for agent in run.agents if (evaluated := accuracies(run, agent))}
+    measure = measure_of(point for evaluated in curves.values() for point in evaluated)
     if not curves or measure.replace(" ", "_") != spec.id:
         return None
     figure, (axis,) = panels(1, 1, 3.4, steps=run.span)
     ends = []
-    for place, (agent, found) in enumerate(curves.items()):
-        series = Series(tuple(point.step for point in found), tuple(point.value for point in found))
+    for index, (agent, evaluated) in enumerate(curves.items()):
+        series = Series(tuple(point.step for point in evaluated), tuple(point.value for point in evaluated))
         colour = agent_colour(run, agent)
-        aside = (place - (len(curves) - 1) / 2) * BESIDE * (run.num_steps + 1)
-        dots(axis, series, [point.interval for point in found], colour, aside)
+        offset = (index - (len(curves) - 1) / 2) * AGENT_OFFSET * (run.num_steps + 1)
+        dots(axis, series, [point.interval for point in evaluated], colour, offset)
         ends.append((series, f"{agent} {series.values[-1]:.3f}", colour))
     axis.set_ylabel(f"{measure} on held-out prompts")
     label_ends(axis, ends)
@@ -84,34 +84,34 @@ def draw_held_out(run: Run, spec: ChartSpec) -> Figure | None:
 
 def draw_reward(run: Run, spec: ChartSpec) -> Figure | None:
     """Mean reward of the answers that an agent gave in a step, raw and smoothed."""
-    curves = {agent: found for agent in run.agents if (found := run.series(f"agent/{agent}/reward_mean"))}
+    curves = {agent: series for agent in run.agents if (series := run.series(f"agent/{agent}/reward_mean"))}
     if not curves:
         return None
     figure, (axis,) = panels(1, 1, 3.0, steps=run.span)
-    ends, judged = [], []
+    ends, num_judged = [], []
     for agent, series in curves.items():
         colour = agent_colour(run, agent)
         trend = smooth(series)
         line(axis, series, colour, alpha=0.3, linewidth=1)
         line(axis, trend, colour)
         ends.append((trend, agent, colour))
-        judged += _judged(run, agent)
-    axis.set_ylabel(f"mean reward of own answers{f', {span_of(judged)} a step' if judged else ''}")
+        num_judged += _num_judged(run, agent)
+    axis.set_ylabel(f"mean reward of own answers{f', {range_text(num_judged)} a step' if num_judged else ''}")
     label_ends(axis, ends)
     return figure
 
 
-def _judged(run: Run, agent: str) -> list[float]:
-    """Number of an agent's answers behind a step's mean reward."""
-    unjudged = dict(zip(*vars(run.series(f"agent/{agent}/num_unjudged")).values()))
-    answers = run.series(f"agent/{agent}/num_answers")
-    return [number - unjudged.get(step, 0.0) for step, number in zip(answers.steps, answers.values)]
+def _num_judged(run: Run, agent: str) -> list[float]:
+    """Number of an agent's answers behind each step's mean reward."""
+    num_unjudged = run.series(f"agent/{agent}/num_unjudged").by_step
+    num_answers = run.series(f"agent/{agent}/num_answers").by_step
+    return [number - num_unjudged.get(step, 0.0) for step, number in num_answers.items()]
 
 
 def draw_by_learner(run: Run, spec: ChartSpec) -> Figure | None:
-    """A panel per learner, a curve per source in the source's colour, and below it the answers that it is over."""
+    """A panel per learner, a curve per source in its colour, and below the curves the number of answers behind them."""
     pattern = spec.patterns[0]
-    curves = {(k, j): found for k, j in run.pairs if (found := run.series(pattern.format(a=k, b=j)))}
+    curves = {(k, j): series for k, j in run.pairs if (series := run.series(pattern.format(a=k, b=j)))}
     learners = [agent for agent in run.agents if any(learner == agent for learner, _ in curves)]
     if not learners:
         return None
@@ -121,20 +121,19 @@ def draw_by_learner(run: Run, spec: ChartSpec) -> Figure | None:
         entitle(axis, f"{learner} learns from")
         if spec.level is not None:
             axis.axhline(spec.level, color=FAINT, linewidth=0.8, linestyle=(0, (4, 3)))
-        of_learner = {source: series for (who, source), series in curves.items() if who == learner}
-        for source, series in of_learner.items():
-            line(axis, series, agent_colour(run, source), alpha=0.95)
-        counts.append(
-            [(_trained(run, learner, source, of_learner), agent_colour(run, source)) for source in of_learner]
-        )
+        counts.append([])
+        for source in (j for j in run.agents if (learner, j) in curves):
+            series, colour = curves[learner, source], agent_colour(run, source)
+            line(axis, series, colour, alpha=0.95)
+            counts[-1].append((_num_trained(run, learner, source, series.steps), colour))
     if spec.share:
         as_share(axes[0], room=0.02)
-    if "/from/" in pattern:  # else it is of no answer alone
+    if "/from/" in pattern:  # other metrics of a pair are not means over answers
         counts_below(axes, counts)
         for learner, axis, of_panel in zip(learners, axes, counts):
-            entitle(axis, f"{learner} learns from{_answers(of_panel)}")
-    for learner, axis in zip(learners, axes):  # when the shared y limits are known
-        ends = [(s, source, agent_colour(run, source)) for (who, source), s in curves.items() if who == learner]
+            entitle(axis, f"{learner} learns from{_answers_line(of_panel)}")
+    for learner, axis in zip(learners, axes):  # last, when the shared y limits are known
+        ends = [(series, source, agent_colour(run, source)) for (k, source), series in curves.items() if k == learner]
         label_ends(axis, ends)
     axes[0].set_ylabel(spec.title.lower())
     delta = run.setting("algorithm", "delta")
@@ -144,20 +143,20 @@ def draw_by_learner(run: Run, spec: ChartSpec) -> Figure | None:
     return figure
 
 
-def _trained(run: Run, learner: str, source: str, curves: dict[str, Series]) -> dict[int, float]:
-    """Number of a source's answers behind the points of its curve, by step."""
-    numbers, shown = run.series(f"agent/{learner}/from/{source}/view/num_trained"), set(curves[source].steps)
-    return {step: n for step, n in zip(numbers.steps, numbers.values) if step in shown}
+def _num_trained(run: Run, learner: str, source: str, steps: Sequence[int]) -> dict[int, float]:
+    """Number of a source's answers that trained the learner, by step, for those of the `steps` that have counts."""
+    by_step, shown = run.series(f"agent/{learner}/from/{source}/view/num_trained").by_step, set(steps)
+    return {step: number for step, number in by_step.items() if step in shown}
 
 
-def _answers(counts: list[tuple[dict[int, float], str]]) -> str:
-    """Draws the number of answers behind the points of a panel, below its title; nothing if nobody counted them."""
-    numbers = [n for by_step, _ in counts for n in by_step.values()]
-    return f"\n{span_of(numbers)} answer{'s' if max(numbers) > 1 else ''} a step" if numbers else ""
+def _answers_line(counts: list[tuple[dict[int, float], str]]) -> str:
+    """A title's second line: how many answers are behind the points of a panel; empty where the run has no counts."""
+    numbers = [number for by_step, _ in counts for number in by_step.values()]
+    return f"\n{range_text(numbers)} answer{'s' if max(numbers) > 1 else ''} a step" if numbers else ""
 
 
 def draw_bands(run: Run, spec: ChartSpec) -> Figure | None:
-    """Draws the position of cross answers, below, inside or above the band, stacked to one, and their number."""
+    """Shares of cross answers below, inside and above the band, stacked to one, and the number of these answers."""
     shares = {(k, j): [run.series(f"agent/{k}/from/{j}/{side}") for side in spec.parts] for k, j in run.pairs}
     shares = {pair: sides for pair, sides in shares.items() if all(sides) and len({s.steps for s in sides}) == 1}
     if not shares:
@@ -165,12 +164,14 @@ def draw_bands(run: Run, spec: ChartSpec) -> Figure | None:
     figure, axes = _pair_panels(run, len(shares))
     counts = []
     for ((learner, source), sides), axis in zip(shares.items(), axes):
-        counts.append([(_trained(run, learner, source, {source: sides[0]}), FAINT)])
-        entitle(axis, f"{learner} from {source}{_answers(counts[-1])}")
-        table = dict(zip(sides[0].steps, zip(*(side.values for side in sides))))
-        few = dict.fromkeys(step for step in table if counts[-1][0][0].get(step, FEW) < FEW)
-        for steps, alpha in (([step for step in table if step not in few], 1.0), (list(few), 0.35)):
-            layers = [[table[step][n] for step in steps] for n in range(len(sides))]
+        num_trained = _num_trained(run, learner, source, sides[0].steps)
+        counts.append([(num_trained, FAINT)])
+        entitle(axis, f"{learner} from {source}{_answers_line(counts[-1])}")
+        enough = [step for step in sides[0].steps if num_trained.get(step, FEW_ANSWERS) >= FEW_ANSWERS]
+        few = [step for step in sides[0].steps if num_trained.get(step, FEW_ANSWERS) < FEW_ANSWERS]
+        tables = [side.by_step for side in sides]
+        for steps, alpha in ((enough, 1.0), (few, 0.35)):
+            layers = [[table[step] for step in steps] for table in tables]
             stack(axis, steps, layers, list(BAND_COLOURS.values()), alpha)
     as_share(axes[0])
     counts_below(axes, counts)
@@ -184,18 +185,18 @@ def _pair_panels(run: Run, num: int) -> tuple[Figure, list[Axes]]:
 
 
 def draw_fates(run: Run, spec: ChartSpec) -> Figure | None:
-    """Draws the fate of others' answers on their way to a learner, counted; a panel per pair."""
-    tables = {pair: found for pair in run.pairs if (found := run.fates(*pair))}
+    """Numbers of others' answers by their fate on the way to a learner, stacked; a panel per pair."""
+    tables = {pair: fates for pair in run.pairs if (fates := run.fates(*pair))}
     if not tables:
         return None
-    seen = {fate for table in tables.values() for fates in table.values() for fate, n in counted(fates).items() if n}
-    order = [fate for fate in FATE_COLOURS if fate in seen]
+    counts = [_count_by_fate(fates) for table in tables.values() for fates in table.values()]
+    order = [fate for fate in FATE_COLOURS if any(count.get(fate) for count in counts)]
     figure, axes = _pair_panels(run, len(tables))
     for ((learner, source), table), axis in zip(tables.items(), axes):
-        whole = Fates.total(table.values())
-        share = "" if whole.share is None else f": {whole.share:.0%} teach"
+        total = Fates.total(table.values())
+        share = "" if total.share is None else f": {total.share:.0%} teach"
         entitle(axis, f"{learner} from {source}{share}")
-        layers = [[counted(fates).get(fate, 0) for fates in table.values()] for fate in order]
+        layers = [[_count_by_fate(fates).get(fate, 0) for fates in table.values()] for fate in order]
         stack(axis, list(table), layers, [FATE_COLOURS[fate] for fate in order])
     axes[0].set_ylim(bottom=0)
     axes[0].set_ylabel("answers of a step")
@@ -203,8 +204,8 @@ def draw_fates(run: Run, spec: ChartSpec) -> Figure | None:
     return figure
 
 
-def counted(fates: Fates) -> dict[str, int]:
-    """Answers by the names of FATE_COLOURS."""
+def _count_by_fate(fates: Fates) -> dict[str, int]:
+    """Numbers of answers by the names of FATE_COLOURS."""
     return {"reached": fates.reached, **fates.lost}
 
 
@@ -235,7 +236,7 @@ def draw_phases(run: Run, spec: ChartSpec) -> Figure | None:
 
 @dataclass(frozen=True)
 class Bar:
-    """An activity of a row's rank from `begin_s` on, `length_s` long. A wait lies on the phase that it is part of."""
+    """A phase of a row's rank, or a wait inside a phase: from `begin_s` on, `length_s` long."""
 
     phase: str
     begin_s: float
@@ -266,20 +267,21 @@ def draw_timeline(run: Run) -> Figure | None:
     axis = figure.subplots()
     axis.set_title(title)
     _draw_rows(axis, run, shown)
-    phases = sorted({bar.phase for row in shown for bar in row.bars if not bar.is_wait}, key=_place_in_step)
+    phases = sorted({bar.phase for row in shown for bar in row.bars if not bar.is_wait}, key=_phase_index)
     legend(figure, [phase.replace("_", " ") for phase in phases], [phase_colour(phase) for phase in phases])
     return figure
 
 
 def _draw_rows(axis: Axes, run: Run, rows: list[Row]) -> None:
     end = max(bar.begin_s + bar.length_s for row in rows for bar in row.bars)
-    for place, row in enumerate(rows):
-        seen = [bar for bar in row.bars if bar.length_s >= end * THINNEST]
+    for number, row in enumerate(rows):
+        visible = [bar for bar in row.bars if bar.length_s >= end * THINNEST]
+        # A wait is a lower, pale bar on the bar of its phase.
         for is_wait, height, style in ((False, 0.72, {}), (True, 0.44, {"alpha": 0.78})):
-            bars = [bar for bar in seen if bar.is_wait == is_wait]
+            bars = [bar for bar in visible if bar.is_wait == is_wait]
             spans = [(bar.begin_s, bar.length_s) for bar in bars]
             colours = [PAPER if is_wait else phase_colour(bar.phase) for bar in bars]
-            axis.broken_barh(spans, (place - height / 2, height), facecolors=colours, linewidth=0, **style)
+            axis.broken_barh(spans, (number - height / 2, height), facecolors=colours, linewidth=0, **style)
     axis.set_ylim(len(rows) - 0.5, -0.5)
     axis.set_yticks(range(len(rows)), [row.name for row in rows])
     for label, row in zip(axis.get_yticklabels(), rows):
@@ -291,9 +293,9 @@ def _draw_rows(axis: Axes, run: Run, rows: list[Row]) -> None:
 
 
 def _traced_step(path: Path) -> tuple[str, list[Row]]:
-    """Title and a row per rank. ValueError for a file that is no trace of ours."""
+    """Title and a row per rank. ValueError for a file that is not the trace of a step."""
     try:
-        with gzip.open(path) as packed:  # it may unpack to a thousand times its size
+        with gzip.open(path) as packed:  # read up to a limit: it may unpack to a thousand times its size
             table = parse_json(packed.read(MAX_JSON_BYTES))
         events, facts = table["traceEvents"], table["otherData"]
         agents = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
@@ -302,8 +304,7 @@ def _traced_step(path: Path) -> tuple[str, list[Row]]:
             if event["ph"] == "X" and event["cat"] in ("phase", "wait"):
                 if not (isinstance(event["name"], str) and is_number(event["ts"]) and is_number(event["dur"])):
                     raise ValueError(f"an event {short(event)}")
-                begin, length = event["ts"] / 1e6, event["dur"] / 1e6
-                bar = Bar(event["name"], begin, length, event["cat"] == "wait")
+                bar = Bar(event["name"], event["ts"] / 1e6, event["dur"] / 1e6, is_wait=event["cat"] == "wait")
                 bars.setdefault((event["pid"], event["tid"]), []).append(bar)
         accuracy = max(facts["clock_accuracy_s"].values())
         title = f"step {facts['step']} as traced; clocks known to {accuracy * 1000:.2f} ms"
@@ -314,33 +315,35 @@ def _traced_step(path: Path) -> tuple[str, list[Row]]:
 
 
 def _measured_step(run: Run) -> tuple[str, list[Row]]:
-    """Title and a row per agent, of the mean over its ranks."""
+    """Title and a row per agent: the phases of the last step, mean over the agent's ranks."""
     step = run.num_steps
     rows = []
     for agent in run.agents:
         phases = phase_series(run, agent, "phase_mean")
         bars, begin = [], 0.0
-        for phase in sorted((phase for phase in phases if step in phases[phase]), key=_place_in_step):
+        for phase in sorted((phase for phase in phases if step in phases[phase]), key=_phase_index):
             bars.append(Bar(phase, begin, phases[phase][step], is_wait=False))
             begin += phases[phase][step]
         rows.append(Row(agent, agent, tuple(bars)))
     return f"step {step} by the seconds of its phases (logging.trace shows who waits when)", rows
 
 
-def _place_in_step(phase: str) -> int:
+def _phase_index(phase: str) -> int:
     return ORDER.index(phase) if phase in ORDER else len(ORDER)
 
 
 def draw_panels(run: Run, specs: Sequence[ChartSpec]) -> Figure | None:
-    """A small panel per chart, a curve per agent, or one of the whole job."""
+    """A small panel per chart, with a curve per agent or one of the whole job."""
     charts = [(spec, curves) for spec in specs if (curves := _curves(run, spec))]
     if not charts:
         return None
     figure, axes = panels(len(charts), 2, 2.2, share_y=False, steps=run.span)
     for (spec, curves), axis in zip(charts, axes):
         axis.set_title(f"{spec.title} ({spec.unit})" if spec.unit not in ("", "bytes") else spec.title)
-        for n, (_, series, colour) in enumerate(curves):
-            line(axis, series, colour, alpha=0.9 if colour not in [curve[2] for curve in curves[:n]] else 0.45)
+        drawn: set[str] = set()
+        for _, series, colour in curves:
+            line(axis, series, colour, alpha=0.45 if colour in drawn else 0.9)  # an agent's further curves are paler
+            drawn.add(colour)
         if spec.unit == "bytes":
             axis.yaxis.set_major_formatter(EngFormatter("B"))
         if spec.share:
@@ -348,27 +351,29 @@ def draw_panels(run: Run, specs: Sequence[ChartSpec]) -> Figure | None:
         if spec.unit not in ("", "bytes", "s"):
             axis.yaxis.set_major_formatter(as_number)
         if spec.id != "length":
-            axis.set_ylim(bottom=min(0.0, axis.get_ylim()[0]))  # else a constant is drawn as noise
+            axis.set_ylim(bottom=min(0.0, axis.get_ylim()[0]))  # else rounding of a constant fills the panel
         label_ends(axis, [(series, name, colour) for name, series, colour in curves])
     return figure
 
 
 def _curves(run: Run, spec: ChartSpec) -> list[tuple[str, Series, str]]:
     """Name, numbers and colour of a panel's curves: those of its patterns without {b}."""
-    by_what: dict[str, list[tuple[str, Series, str]]] = {}
+    by_quantity: dict[str, list[tuple[str, Series, str]]] = {}
     patterns = [pattern for pattern in spec.patterns if "{b}" not in pattern]
-    ends = {pattern: pattern.rpartition("/")[2].removesuffix("_bytes").replace("_", " ") for pattern in patterns}
-    for pattern, what in ends.items():
-        if list(ends.values()).count(what) > 1:  # of all answers, and of an agent's own alone
-            what = "own" if "/self/" in pattern else ""
-        job = [("", run.series(pattern), INK)]
-        agents = [(agent, run.series(pattern.format(a=agent)), agent_colour(run, agent)) for agent in run.agents]
-        if found := [curve for curve in (agents if "{a}" in pattern else job) if curve[1]]:
-            by_what[what] = by_what.get(what, []) + found
+    quantities = {pattern: pattern.rpartition("/")[2].removesuffix("_bytes").replace("_", " ") for pattern in patterns}
+    for pattern, quantity in quantities.items():
+        if list(quantities.values()).count(quantity) > 1:  # of all answers, and of an agent's own only
+            quantity = "own" if "/self/" in pattern else ""
+        if "{a}" in pattern:
+            named = [(agent, run.series(pattern.format(a=agent)), agent_colour(run, agent)) for agent in run.agents]
+        else:
+            named = [("", run.series(pattern), INK)]
+        if curves := [curve for curve in named if curve[1]]:
+            by_quantity[quantity] = by_quantity.get(quantity, []) + curves
     return [
-        (f"{name} {what}".strip() if len(by_what) > 1 else name, *rest)
-        for what, found in by_what.items()
-        for name, *rest in found
+        (f"{name} {quantity}".strip() if len(by_quantity) > 1 else name, series, colour)
+        for quantity, curves in by_quantity.items()
+        for name, series, colour in curves
     ]
 
 
@@ -376,7 +381,7 @@ def _curves(run: Run, spec: ChartSpec) -> list[tuple[str, Series, str]]:
 class Picture:
     """A figure of the report. `stem` names its PNG file, `note` explains it; the SVG is for the page.
 
-    verdicts   sentences about what it shows, as (level, text)
+    verdicts   (level, text) of those about its charts
     """
 
     stem: str
@@ -396,7 +401,7 @@ DRAWINGS: dict[str, Callable[[Run, ChartSpec], Figure | None]] = {
     "phases": draw_phases,
     "wait": draw_phases,
 }
-NOTES = {  # further notes, about what these figures alone have
+NOTES = {  # further notes, on details that only these figures have
     "reward": "Thin as measured, thick smoothed.",
     "bands": "Grey bars: how many there are; pale: fewer than 8.",
     "ratio": "The shade is the band of the first update.",
@@ -423,21 +428,21 @@ def figures_of(section: ChartSection) -> Iterator[tuple[ChartSpec, ...]]:
 
 def draw_pictures(run: Run) -> list[Picture]:
     """Every chart that this run has numbers for, in the order of the catalogue, and the timeline of a step."""
-    pictures, said = [], verdicts(run)
-    with dressed():
+    pictures, every = [], verdicts(run)
+    with report_style():
         for section in SECTIONS:
             for specs in figures_of(section):
                 if (figure := draw(run, *specs)) is not None:
                     named, note = (specs[0], specs[0].note) if len(specs) == 1 else (section, "")
-                    told = [one for one in said if any(one["chart"] == spec.id for spec in specs)]
-                    pictures.append(_picture(figure, named.id, named.title, note, told))
+                    about = [verdict for verdict in every if any(verdict["chart"] == spec.id for spec in specs)]
+                    pictures.append(_picture(figure, named.id, named.title, note, about))
         if (figure := draw_timeline(run)) is not None:
             note = "Bars are phases; pale inside one, the rank waits."
             pictures.append(_picture(figure, "timeline", "One step of all agents", note))
     return pictures
 
 
-def _picture(figure: Figure, stem: str, title: str, note: str, told: Sequence[Mapping[str, str]] = ()) -> Picture:
-    whole = " ".join(filter(None, (note, NOTES.get(stem))))
-    pairs = tuple((one["level"], one["text"]) for one in told)
-    return Picture(stem, title, whole, to_png(figure), to_inline_svg(figure, stem), pairs)
+def _picture(figure: Figure, stem: str, title: str, note: str, about: Sequence[Mapping[str, str]] = ()) -> Picture:
+    notes = " ".join(filter(None, (note, NOTES.get(stem))))
+    pairs = tuple((verdict["level"], verdict["text"]) for verdict in about)
+    return Picture(stem, title, notes, to_png(figure), to_inline_svg(figure, stem), pairs)

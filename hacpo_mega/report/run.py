@@ -1,6 +1,6 @@
-"""A run folder as the report reads it: whatever is there of metrics, configuration, rollouts and starts.
+"""The data of a run folder as the report reads them: metrics, configuration and starts.
 
-A run may be half finished, without evaluation, of one agent or of many: what is absent is absent, and stays so.
+A run may be unfinished, without evaluations, of one agent or of many. A number that it lacks is absent here, never 0.
 """
 
 import math
@@ -21,7 +21,7 @@ from hacpo_mega.models.files.links import require_inside
 # Files and folders of a run that a report reads, and the folder that it writes into the run.
 USED = ("config.toml", "metrics.jsonl", "starts.jsonl", "rollouts", TRACES, "evaluations", "report")
 AGENT = {"name": TEXT.if_given, **dict.fromkeys(("tp", "cp", "pp"), COUNT.if_given)}
-Z = 1.959963984540054  # of 95 %
+Z = 1.959963984540054  # standard errors to each side of a 95 % interval
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,10 @@ class Series:
 
     steps: tuple[int, ...]
     values: tuple[float, ...]
+
+    @property
+    def by_step(self) -> dict[int, float]:
+        return dict(zip(self.steps, self.values))
 
     def __bool__(self) -> bool:
         return bool(self.steps)
@@ -48,17 +52,17 @@ class Run:
 
     def series(self, name: str) -> Series:
         """A metric over steps, of values or of timing; NaN and infinities are kept."""
-        found = [
+        points = [
             (step, table[name]) for step, m in self.steps.items() for table in (m.values, m.timing) if name in table
         ]
-        return Series(tuple(step for step, _ in found), tuple(value for _, value in found))
+        return Series(tuple(step for step, _ in points), tuple(value for _, value in points))
 
     def setting(self, *keys: str) -> Any:
         """One entry of the configuration, None when it is not known."""
-        place: Any = self.config
+        value: Any = self.config
         for key in keys:
-            place = place.get(key) if isinstance(place, dict) else None
-        return place
+            value = value.get(key) if isinstance(value, dict) else None
+        return value
 
     @property
     def num_steps(self) -> int:
@@ -67,11 +71,11 @@ class Run:
 
     @property
     def span(self) -> tuple[int, int]:
-        """The first and the last step of the run, which all its figures have in common."""
+        """The first and the last step of the run: the range of steps of all its figures."""
         return min(self.steps), self.num_steps
 
     def fates(self, learner: str, source: str) -> dict[int, Fates]:
-        """By step, the fate of the answers of `source` on their way to `learner`; none in runs that did not count."""
+        """By step, the fate of the answers of `source` on their way to `learner`; empty where the run has no counts."""
         found = {step: fates_of(metrics.values, learner, source) for step, metrics in self.steps.items()}
         return {step: fates for step, fates in found.items() if fates is not None}
 
@@ -83,29 +87,31 @@ class Run:
 
 def load_run(folder: Path) -> Run:
     """Reads a run folder. Raises ValueError for one that is none, or whose files are broken."""
-    path = folder / "metrics.jsonl"
+    path, config_file = folder / "metrics.jsonl", folder / "config.toml"
     require_inside(folder, *(folder / name for name in USED))
     if not path.is_file():
-        what = "has no metrics.jsonl" if folder.is_dir() else "is no folder"
-        raise ValueError(f"{folder} {what}: give the run_dir of a run that has finished at least one step")
+        problem = "has no metrics.jsonl" if folder.is_dir() else "is no folder"
+        raise ValueError(f"{folder} {problem}: give the run_dir of a run that has finished at least one step")
     steps = read_metrics(path)
     if not steps:
         raise ValueError(f"{path} has no finished line yet: the run has not finished a step; look into its logs")
-    file = folder / "config.toml"
-    config = toml_file(file, "the run_dir of a run") if file.exists() else {}
-    if why := _wrong_setting(config):
-        raise ValueError(f"{file} is not the configuration of a run: {why}")
+    config, config_text = {}, ""
+    if config_file.exists():
+        config, config_text = toml_file(config_file, "the run_dir of a run"), config_file.read_text(encoding="utf-8")
+    if problem := _config_problem(config):
+        raise ValueError(f"{config_file} is not the configuration of a run: {problem}")
     names = (name for metrics in steps.values() for name in (*metrics.values, *metrics.timing))
-    config_text = file.read_text(encoding="utf-8") if file.exists() else ""
     return Run(folder, config, config_text, steps, agents_of(config, names), read_starts(folder))
 
 
-def _wrong_setting(config: dict[str, Any]) -> str | None:
-    """The first setting of a wrong type, of those that a report needs as other than text; None if all are right."""
-    if why := wrong_field(config, {"agents": list_of(TABLE).if_given}):
-        return why
-    agents = enumerate(config.get("agents", ()))
-    return next(filter(None, (wrong_field(agent, AGENT, f"agents[{n}].") for n, agent in agents)), None)
+def _config_problem(config: dict[str, Any]) -> str | None:
+    """The first setting whose type the report cannot use; None if there is none. Most settings are shown as text."""
+    if problem := wrong_field(config, {"agents": list_of(TABLE).if_given}):
+        return problem
+    for number, agent in enumerate(config.get("agents", ())):
+        if problem := wrong_field(agent, AGENT, f"agents[{number}]."):
+            return problem
+    return None
 
 
 def agents_of(config: Mapping[str, Any], names: Iterable[str]) -> tuple[str, ...]:
@@ -118,7 +124,7 @@ def agents_of(config: Mapping[str, Any], names: Iterable[str]) -> tuple[str, ...
 
 @dataclass(frozen=True)
 class PairedGain:
-    """Gain of prompts over the run's first evaluation, for those judged in both: mean, and mean square."""
+    """Gain per prompt since the run's first evaluation, over the prompts judged in both: its mean and mean square."""
 
     mean: float
     square: float
@@ -129,9 +135,9 @@ class PairedGain:
 class Accuracy:
     """Mean reward of an agent's held-out answers at one step.
 
-    num_evaluated   None when the run did not say
-    square          mean squared reward; None of graders whose rewards are 0 or 1
-    gain            since the run's first evaluation, by prompt; None where nobody compared them
+    num_evaluated   None when the run did not record it
+    square          mean squared reward; None where rewards are 0 or 1
+    gain            since the run's first evaluation, by prompt; None where the run did not compare them
     """
 
     step: int
@@ -147,37 +153,39 @@ class Accuracy:
 
     @property
     def all_equal(self) -> bool:
-        """True if all answers earned the same part of a reward: then they say nothing about its error."""
+        """True if all answers earned the same reward between 0 and 1: their spread then says nothing of the error."""
         return self.is_graded and self.square - self.value * self.value <= ROUNDING
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """95 %: of an accuracy Wilson's (1927), of a mean of graded rewards by its own standard error, inside [0, 1].
+        """95 % interval: Wilson's (1927) for an accuracy; for graded rewards the mean and its standard error.
 
-        Graded rewards that are all equal have Wilson's, too: their spread says nothing of other prompts.
+        Graded rewards that are all equal get Wilson's, too: their spread says nothing about other prompts. Where all
+        rewards lie in [0, 1], so does the interval.
         """
         n, mean = self.num_evaluated, self.value
         if not n:
             return None
-        is_share = 0.0 <= mean <= 1.0 and (self.square is None or self.square <= mean + ROUNDING)
+        # Rewards in [0, 1] have squares that are no larger than they.
+        is_bounded = 0.0 <= mean <= 1.0 and (self.square is None or self.square <= mean + ROUNDING)
         variance = 0.0 if self.square is None else max(self.square - mean * mean, 0.0)
-        if not is_share or (self.is_graded and variance > ROUNDING):
+        if not is_bounded or (self.is_graded and variance > ROUNDING):
             half = Z * math.sqrt(variance / n)
-            return (max(0.0, mean - half), min(1.0, mean + half)) if is_share else (mean - half, mean + half)
+            return (max(0.0, mean - half), min(1.0, mean + half)) if is_bounded else (mean - half, mean + half)
         middle = (mean + Z**2 / (2 * n)) / (1 + Z**2 / n)
         half = Z / (1 + Z**2 / n) * math.sqrt(mean * (1 - mean) / n + Z**2 / (4 * n**2))
         return max(0.0, middle - half), min(1.0, middle + half)
 
     def is_paired(self, later: "Accuracy") -> bool:
-        """True if `later` judged nearly the prompts of this evaluation, the run's first, and few others."""
-        most = 0.9 * max(self.num_evaluated or 0, later.num_evaluated or 0)
-        return self.step == 0 and later.gain is not None and later.gain.num_pairs >= most
+        """True if this is the run's first evaluation, and `later` judged nearly the same prompts."""
+        needed = 0.9 * max(self.num_evaluated or 0, later.num_evaluated or 0)
+        return self.step == 0 and later.gain is not None and later.gain.num_pairs >= needed
 
     def gain_interval(self, later: "Accuracy") -> tuple[float, float] | None:
-        """95 % of later - self: of the same prompts where `is_paired`, else of two independent samples.
+        """95 % interval of later - self: prompt by prompt where `is_paired`, else as of two independent samples.
 
-        Pairs: Agresti and Min (2005), the normal interval with half a prompt more of each of the four outcomes, so two
-        more in all, one of them with a difference of 1 in size. Independent: Newcombe (1998), method 10.
+        Pairs: Agresti and Min (2005), the normal interval after half a prompt is added to each of the four outcomes,
+        which makes two more prompts, one of them with a difference of +-1. Independent: Newcombe (1998), method 10.
         """
         if self.is_paired(later):
             n = later.gain.num_pairs + 2
@@ -196,14 +204,14 @@ class Accuracy:
 
 def accuracies(run: Run, agent: str, skill: str | None = None) -> list[Accuracy]:
     """The evaluations of an agent, by step; of one skill (or benchmark) if given."""
-    found = ((step, held_out(metrics.values, agent, skill)) for step, metrics in run.steps.items())
+    points = ((step, held_out(metrics.values, agent, skill)) for step, metrics in run.steps.items())
     gains = _gains(run, agent, f"/{skill}" if skill else "")
-    return [Accuracy(step, *point, gains.get(step)) for step, point in found if point is not None]
+    return [Accuracy(step, *point, gains.get(step)) for step, point in points if point is not None]
 
 
-def _gains(run: Run, agent: str, tail: str) -> dict[int, PairedGain]:
+def _gains(run: Run, agent: str, suffix: str) -> dict[int, PairedGain]:
     means, squares, numbers = (
-        run.series(f"agent/{agent}/{name}{tail}")
+        run.series(f"agent/{agent}/{name}{suffix}")
         for name in ("held_out_gain", "held_out_gain_square", "num_held_out_pairs")
     )
     columns = zip(means.steps, means.values, squares.values, numbers.values)
@@ -215,14 +223,14 @@ def evaluated_skills(run: Run) -> list[str]:
     return sorted({s for m in run.steps.values() for agent in run.agents for s in held_out_skills(m.values, agent)})
 
 
-def measure_of(found: Iterable[Accuracy]) -> str:
-    """The name for the means of these evaluations."""
-    points = [HeldOut(point.value, point.num_evaluated, point.square) for point in found]
+def measure_of(evaluations: Iterable[Accuracy]) -> str:
+    """The measure that these evaluations report: "accuracy", or "mean reward" where some reward is graded."""
+    points = [HeldOut(point.value, point.num_evaluated, point.square) for point in evaluations]
     return "accuracy" if are_accuracies(points) else "mean reward"
 
 
 def phase_series(run: Run, agent: str, kind: str = "phase") -> dict[str, dict[int, float]]:
-    """Seconds by phase and step: of the agent's slowest rank, of the mean rank ("phase_mean"), or waited ("wait")."""
+    """Seconds by phase and step, of the `kind` "phase" (slowest rank), "phase_mean" (mean rank), or "wait" (waited)."""
     prefix = f"agent/{agent}/{kind}/"
     phases: dict[str, dict[int, float]] = {}
     for step, metrics in run.steps.items():

@@ -21,25 +21,25 @@ def watch(folders: Sequence[Path], port: int, say: Callable[[str], None]) -> Non
 
     port   of the loopback interface; 0: a free one
 
-    ValueError, one line, for a folder that holds no run, and for a port that cannot be had.
+    ValueError, one line, for a folder that holds no run, and for a port that cannot be bound.
     """
     runs = Runs(folders, say)
     token = secrets.token_urlsafe(24)
     with listen(port) as listener, Judges() as judges:
-        number = listener.getsockname()[1]
-        say(f"http://127.0.0.1:{number}/?token={token}")
-        say(f"from another machine: ssh -L {number}:127.0.0.1:{number} {socket.gethostname()}, then the same address")
+        port = listener.getsockname()[1]
+        say(f"http://127.0.0.1:{port}/?token={token}")
+        say(f"from another machine: ssh -L {port}:127.0.0.1:{port} {socket.gethostname()}, then the same address")
         ends = threading.Event()
         follower = threading.Thread(target=runs.follow, args=(ends,), name="watch", daemon=True)
         follower.start()
         with suppress(KeyboardInterrupt):
-            serve(make_app(views_of(runs, judges), runs, token, number), listener)
+            serve(make_app(views_of(runs, judges), runs, token, port), listener)
         ends.set()
         follower.join(5.0)
 
 
 def views_of(runs: Runs, judges: Judges) -> Mapping[str, View]:
-    """The data of the page, by path."""
+    """The functions that answer the page's requests for data, by path."""
     verdicts, base = VerdictViews(), "/api/runs/{run}"
 
     def run(request: Request) -> Watched:
@@ -49,7 +49,7 @@ def views_of(runs: Runs, judges: Judges) -> Mapping[str, View]:
         "/api/catalogue": lambda _: catalogue(),
         "/api/runs": lambda _: run_list(runs),
         "/api/studies": lambda _: study_list(runs),
-        "/api/studies/{study}": lambda request: study(runs, request.path_params["study"]).shown(
+        "/api/studies/{study}": lambda request: study(runs, request.path_params["study"]).content(
             request.query_params.get("reference") or None
         ),
         "/api/studies/{study}/answers": lambda request: study(runs, request.path_params["study"]).answers(

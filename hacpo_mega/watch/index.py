@@ -1,9 +1,10 @@
-"""The index of a run: what its files say, read once, in a SQLite file of the user's cache, and extended as they grow.
+"""The index of a run: the data of its files in a SQLite file of the user's cache, extended as the files grow.
 
-metrics.jsonl is read from where the last look ended; a line that is cut waits for its end. A run that resumed has
-written its file anew: what is equal up to there stays. A lane's answers of a step are one file that is there whole or
-not at all; it is read again only where it has changed. Texts of answers stay in the run: the index has their words and
-their first characters. Nothing is ever written into a run. Elsewhere: questions to the index (answers.py, views.py).
+metrics.jsonl is read from where the last look ended; a line without its end is read later. A run that resumed has
+written the file anew: the lines before the first that differs stay. The answers of a lane and step are one file, a
+part, which is there whole or not at all; it is read again only where it has changed. Texts of answers stay in the run:
+the index has their words and their first characters. Nothing is ever written into a run. Elsewhere: queries
+(answers.py, views.py).
 """
 
 import hashlib
@@ -28,7 +29,7 @@ from hacpo_mega.models.files.links import require_inside
 from hacpo_mega.models.files.visible import one_line
 
 VERSION = 1
-BUSY_S = 10.0  # to wait for another process that writes the same index
+BUSY_S = 10.0  # seconds to wait for another process that writes the same index
 EXCERPT = 200  # characters of an answer that a list shows
 BATCH_BYTES = 1 << 20  # of metrics between two looks at the clock
 MOST_NOTES = 20
@@ -54,20 +55,20 @@ ANSWER = "prompt, place, step, agent, rollout, skill, reward, verdict, stop, len
 
 
 class Gone(ValueError):
-    """The index knows an answer that the run's files no longer have."""
+    """An answer is in the index, but no longer in the run's files."""
 
 
 class Index:
     """The index of one run. Every method opens the file anew, so that any thread may call it.
 
-    folder   the run's      path   the index      notes   lines about what could not be read, the newest last
+    folder   of the run      path   of the index      notes   lines about what could not be read, the newest last
     """
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
-        """Opens the run's index, or begins one; `say` gets the line where an older one cannot be used.
+        """Opens the run's index, or creates it; `say` gets a line where an older one cannot be used.
 
         Where the user's cache cannot hold it (no locks, no room, no rights) it lies in a folder of its own in TMPDIR.
-        ValueError where that cannot either.
+        ValueError where that cannot hold it either.
         """
         self.folder = Path(os.path.realpath(folder))
         self.notes: list[str] = []
@@ -75,7 +76,7 @@ class Index:
         self._ids: dict[tuple[str, str], int] = {}
         self._columns: set[str] = set()
         self._seen: tuple[Any, ...] = ()  # state of the run's files at the last look
-        self._is_behind, self._looks_at_all = True, True
+        self._is_behind, self._checks_known_parts = True, True
         name = f"{hashlib.sha256(bytes(self.folder)).hexdigest()[:16]}.{socket.gethostname()}.sqlite"
         cache = Path("the home's cache")
         try:
@@ -90,18 +91,18 @@ class Index:
                 raise ValueError(f"{aside} cannot hold an index either ({other}): set XDG_CACHE_HOME") from other
 
     def _open(self, path: Path) -> None:
-        """Makes the file where it is missing or another version's. OSError or OperationalError where it cannot be."""
+        """Creates the file if it is missing or of another version. OSError or OperationalError if that fails."""
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        folder = path.parent.lstat()  # in TMPDIR anybody may have made it, or a link of that name
+        folder = path.parent.lstat()  # in TMPDIR another user may have made it, or a link of that name
         if folder.st_uid != os.getuid() or not stat.S_ISDIR(folder.st_mode):
             raise PermissionError(f"{path.parent} is no folder of this user's")
         self.path = path
-        os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600))  # answers are their reader's alone
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600))  # nobody else may read the answers
         try:
             with self._writing() as db:
                 version = db.execute("PRAGMA user_version").fetchone()[0]
                 if version == 0 and not db.execute("SELECT 1 FROM sqlite_master").fetchone():
-                    self._begin(db)
+                    self._create_tables(db)
                 elif version == VERSION:
                     return
         except sqlite3.OperationalError:
@@ -113,7 +114,7 @@ class Index:
             path.unlink()
             self._open(path)
 
-    def _begin(self, db: sqlite3.Connection) -> None:
+    def _create_tables(self, db: sqlite3.Connection) -> None:
         for statement in SCHEMA.split(";\n"):
             db.execute(statement)
         db.execute(f"PRAGMA user_version = {VERSION}")
@@ -131,9 +132,9 @@ class Index:
         """A connection inside a transaction that is committed at the end, or undone by an error."""
         with self.reading() as db:
             db.execute("PRAGMA journal_mode = WAL")
-            db.execute("PRAGMA synchronous = OFF")  # the run has it all: after a power cut the index is built anew
+            db.execute("PRAGMA synchronous = OFF")  # after a power cut the index can be built anew from the run
             db.execute("BEGIN IMMEDIATE")
-            self._ids.clear()  # another process may have begun the index anew
+            self._ids.clear()  # another process may have built the index anew
             self._columns = {row[1] for row in db.execute("PRAGMA table_info(answers)")}
             try:
                 yield db
@@ -144,48 +145,52 @@ class Index:
                 raise
 
     def extend(self, most_s: float = 1.0) -> bool:
-        """Reads what the run has written since, for about `most_s` seconds; True if there was something.
+        """Reads what the run has written since the last look, for about `most_s` seconds; True if the index changed.
 
         A run that is gone changes nothing. OperationalError where another process holds the index for too long.
         """
         if not self.folder.is_dir():
             return False
-        begin, seen = time.monotonic(), _looks_of(self.folder)
+        begin, seen = time.monotonic(), _file_states(self.folder)
         if not self._is_behind and seen == self._seen:
             return False
         self._is_behind = True
         with self._writing() as db:
-            begins_anew = self._see_identity(db)
-            is_whole, changed = self._read_metrics(db, begin + most_s / 2.0)  # the newest answers do not wait for all
-            has_all, has_parts = self._read_parts(db, most_s / 2.0)
-        changed = begins_anew or changed or has_parts
-        # A change within one tick of the file system's clock shows at the next look alone.
-        self._seen, self._is_behind = seen, changed or not (is_whole and has_all)
+            is_emptied = self._check_identity(db)
+            # Half of the time each: the newest answers do not wait for all metrics.
+            has_all_metrics, metrics_changed = self._read_metrics(db, begin + most_s / 2.0)
+            has_all_parts, parts_changed = self._read_parts(db, most_s / 2.0)
+        changed = is_emptied or metrics_changed or parts_changed
+        # After a change comes another look: a further change may have the same time by the file system's clock.
+        self._seen, self._is_behind = seen, changed or not (has_all_metrics and has_all_parts)
         return changed
 
-    def _see_identity(self, db: sqlite3.Connection) -> bool:
-        """Empties the index where another run lies in the folder by now. After a new start all parts are looked at."""
+    def _check_identity(self, db: sqlite3.Connection) -> bool:
+        """Empties the index if the folder holds another run by now; True if it did.
+
+        After a new start of the run all known parts are checked for changes.
+        """
         content = _start_of_file(self.folder / STARTS)
         identity = hashlib.sha256(content.partition(b"\n")[0]).hexdigest()
-        known, length = _get(db, "identity"), content.count(b"\n")
+        known, num_starts = _get(db, "identity"), content.count(b"\n")
         if known is not None and known != identity:
             self.note(f"{self.folder} holds another run now: its index begins anew")
             for table in ("lines", "metrics", "parts", "prompts", "answers", "excerpts"):
                 db.execute(f"DELETE FROM {table}")
-            db.execute("DELETE FROM words WHERE kind != 'learner'")  # columns are named after those
+            db.execute("DELETE FROM words WHERE kind != 'learner'")  # columns are named by the ids of learners
             self._ids.clear()
             _set(db, "metrics_end", 0)
             _set(db, "generation", _get(db, "generation") + 1)
-        if known != identity or length != _get(db, "starts"):
-            self._looks_at_all = True
+        if known != identity or num_starts != _get(db, "starts"):
+            self._checks_known_parts = True
             _set(db, "identity", identity)
-            _set(db, "starts", length)
+            _set(db, "starts", num_starts)
         return known is not None and known != identity
 
     def _read_metrics(self, db: sqlite3.Connection, end_s: float) -> tuple[bool, bool]:
-        """Reads the new lines of metrics.jsonl, as many as the time allows; those that a resumed run replaced go.
+        """Reads the new lines of metrics.jsonl until `end_s`; lines that a resumed run replaced are forgotten.
 
-        Returns whether all are read, and whether there was something new.
+        Returns whether all are read, and whether anything changed.
         """
         path = self.folder / METRICS
         try:
@@ -197,21 +202,21 @@ class Index:
             self.note(str(error))
             return True, False
         with file:
-            is_new = self._forget_replaced(db, file)
+            changed = self._forget_replaced(db, file)
             _set(db, "metrics_size", os.fstat(file.fileno()).st_size)
             file.seek(_get(db, "metrics_end", 0))
             while lines := file.readlines(BATCH_BYTES):
                 for line in lines:
                     if not line.endswith(b"\n"):
-                        return True, is_new
+                        return True, changed
                     self._add_metrics(db, line)
-                    is_new = True
+                    changed = True
                 if time.monotonic() > end_s:
-                    return False, is_new
-        return True, is_new
+                    return False, changed
+        return True, changed
 
     def _forget_replaced(self, db: sqlite3.Connection, file: Any) -> bool:
-        """Forgets the lines that are no longer as they were; True if there were some. Their steps are read again."""
+        """Forgets the lines from the first on that has changed; True if there is one. Their steps are read again."""
         info = os.fstat(file.fileno())
         known, inode = _get(db, "metrics_end", 0), _get(db, "metrics_inode")
         _set(db, "metrics_inode", info.st_ino)
@@ -246,10 +251,10 @@ class Index:
         _set(db, "metrics_end", start + len(line))
 
     def _read_parts(self, db: sqlite3.Connection, most_s: float) -> tuple[bool, bool]:
-        """Reads parts that are new or have changed, the newest first, as many as the time allows; forgets lost ones.
+        """Reads the new and changed parts, the newest first, for `most_s` seconds; forgets those that are gone.
 
-        The time begins when their names are known: those of 20,000 steps of 8 lanes take longer than a look.
-        Returns whether all are read, and whether there was something new.
+        The time begins when their names are known: listing 20,000 steps of 8 lanes takes longer than a look may.
+        Returns whether all are read, and whether anything changed.
         """
         folder = self.folder / "rollouts"
         try:
@@ -262,11 +267,11 @@ class Index:
             self.note(str(error))
             return True, False
         known = {name: rest for name, *rest in db.execute("SELECT name, id, changed_ns, size FROM parts")}
-        lost = [name for name in known if name not in names or (self._looks_at_all and _is_other(folder / name, known))]
-        self._looks_at_all = False
-        for name in lost:
+        checks_known, self._checks_known_parts = self._checks_known_parts, False
+        stale = [name for name in known if name not in names or (checks_known and _has_changed(folder / name, known))]
+        for name in stale:
             self._forget_part(db, known[name][0])
-        new = sorted(names - known.keys() | (names & set(lost)), reverse=True)
+        new = sorted(names - known.keys() | (names & set(stale)), reverse=True)
         _set(db, "unread", 0)
         end_s = time.monotonic() + most_s
         for number, name in enumerate(new):
@@ -275,10 +280,10 @@ class Index:
                 return False, True
             with suppress(FileNotFoundError):  # the run resumes at this moment
                 self._add_part(db, folder / name)
-        return True, bool(lost or new)
+        return True, bool(stale or new)
 
     def _forget_part(self, db: sqlite3.Connection, part: int) -> None:
-        """Their words stay in the index of texts, which no row leads to any more: their numbers are not used again."""
+        """Deletes a part, except its words in `texts`: no row has their ids, which are never used again."""
         rows = "SELECT answers.id FROM answers JOIN prompts ON prompts.id = answers.prompt WHERE part = ?"
         db.execute(f"DELETE FROM excerpts WHERE id IN ({rows})", (part,))
         db.execute(f"DELETE FROM answers WHERE id IN ({rows})", (part,))
@@ -292,7 +297,8 @@ class Index:
         end, last = 0, 0
         try:
             for number, text, line in read_part(path, self.folder):
-                end, last, start = end + len(text) + number - last, number, end + number - last - 1
+                start = end + (number - last - 1)  # the lines between are empty, of one byte each
+                end, last = start + len(text) + 1, number
                 row = (part, start, len(text), line["step"], line["lane"], line["prompt_index"], line["id"])
                 prompt = db.execute("INSERT INTO prompts VALUES (NULL, ?, ?, ?, ?, ?, ?, ?)", row).lastrowid
                 for place, answer in enumerate(line["answers"]):
@@ -303,41 +309,38 @@ class Index:
     def _add_answer(
         self, db: sqlite3.Connection, prompt: int, place: int, line: Mapping[str, Any], answer: Mapping[str, Any]
     ) -> None:
-        turns = sum(turn.get("role") == "assistant" for turn in answer.get("turns", ())) or None
+        num_turns = sum(turn.get("role") == "assistant" for turn in answer.get("turns", ())) or None
         agent, skill, verdict, stop = (
-            self._id(db, kind, word)
-            for kind, word in (
-                *(("agent", answer["agent"]), ("skill", line["skill"])),
-                *(("verdict", answer["verdict"]), ("stop", answer["stop"])),
-            )
+            self._id(db, kind, fields[kind])
+            for kind, fields in (("agent", answer), ("skill", line), ("verdict", answer), ("stop", answer))
         )
         columns, values = ANSWER, [prompt, place, line["step"], agent, answer["rollout"], skill, answer["reward"]]
-        values += [verdict, stop, answer["num_tokens"], turns]
-        for what in ("ratio", "advantage"):
-            for learner, value in answer[what].items():
-                columns += f", {self._column(db, what, learner)}"
+        values += [verdict, stop, answer["num_tokens"], num_turns]
+        for field in ("ratio", "advantage"):
+            for learner, value in answer[field].items():
+                columns += f", {self._column(db, field, learner)}"
                 values.append(value)
-        marks = ", ".join("?" * len(values))
-        found = db.execute(f"INSERT INTO answers ({columns}) VALUES ({marks})", values).lastrowid
+        placeholders = ", ".join("?" * len(values))
+        answer_id = db.execute(f"INSERT INTO answers ({columns}) VALUES ({placeholders})", values).lastrowid
         text = answer["text"].encode(errors="replace").decode()
-        db.execute("INSERT INTO excerpts VALUES (?, ?)", (found, text[:EXCERPT]))
-        db.execute("INSERT INTO texts (rowid, text) VALUES (?, ?)", (found, text))
+        db.execute("INSERT INTO excerpts VALUES (?, ?)", (answer_id, text[:EXCERPT]))
+        db.execute("INSERT INTO texts (rowid, text) VALUES (?, ?)", (answer_id, text))
 
-    def _column(self, db: sqlite3.Connection, what: str, learner: str) -> str:
-        """The column of a learner's ratios or advantages, which is added for the first of them."""
-        name = f"{what}_{self._id(db, 'learner', learner)}"
+    def _column(self, db: sqlite3.Connection, field: str, learner: str) -> str:
+        """The column of a learner's "ratio" or "advantage", which is added when its first value comes."""
+        name = f"{field}_{self._id(db, 'learner', learner)}"
         if name not in self._columns:
             db.execute(f"ALTER TABLE answers ADD COLUMN {name} REAL")
             self._columns.add(name)
         return name
 
     def _id(self, db: sqlite3.Connection, kind: str, word: str) -> int:
-        """The number of a word of a kind, which is given to a new one."""
-        if (found := self._ids.get((kind, word))) is None:
+        """The id of a word of a kind; a new word gets one."""
+        if (known := self._ids.get((kind, word))) is None:
             db.execute("INSERT OR IGNORE INTO words VALUES (NULL, ?, ?)", (kind, word))
             row = db.execute("SELECT id FROM words WHERE kind = ? AND word = ?", (kind, word)).fetchone()
-            found = self._ids[kind, word] = row[0]
-        return found
+            known = self._ids[kind, word] = row[0]
+        return known
 
     def note(self, text: str) -> None:
         text = one_line(text)
@@ -345,21 +348,21 @@ class Index:
 
 
 def progress_of(db: sqlite3.Connection) -> str | None:
-    """The parts of a run that are in its index by now, as text; None if nothing is missing."""
+    """The progress of indexing a run, as text; None if nothing is missing."""
     unread, size, end = (_get(db, key, 0) for key in ("unread", "metrics_size", "metrics_end"))
     if not unread and size - end < BATCH_BYTES:  # a line that is being written is no backlog
         return None
     known = db.execute("SELECT count(*) FROM parts").fetchone()[0]
-    shares = {"the metrics": (end, size), "the answers": (known, known + unread)}
-    told = [f"{math.floor(100 * done / every)} % of {what}" for what, (done, every) in shares.items() if every]
-    return f"indexing: {', '.join(told)}"
+    progress = {"the metrics": (end, size), "the answers": (known, known + unread)}
+    shares = [f"{math.floor(100 * done / total)} % of {data}" for data, (done, total) in progress.items() if total]
+    return f"indexing: {', '.join(shares)}"
 
 
-def learners_of(db: sqlite3.Connection, what: str) -> dict[str, str]:
-    """By learner the column of its "ratio" or "advantage", for those that have one."""
+def learner_columns(db: sqlite3.Connection, field: str) -> dict[str, str]:
+    """By learner, the column of its "ratio" or "advantage", for those that have one."""
     columns = {row[1] for row in db.execute("PRAGMA table_info(answers)")}
     words = db.execute("SELECT word, id FROM words WHERE kind = 'learner' ORDER BY id")
-    return {word: column for word, number in words if (column := f"{what}_{number}") in columns}
+    return {word: column for word, number in words if (column := f"{field}_{number}") in columns}
 
 
 def words_of(db: sqlite3.Connection, kind: str) -> list[str]:
@@ -381,7 +384,7 @@ def _digest(line: bytes) -> bytes:
 
 
 def _start_of_file(path: Path) -> bytes:
-    """The first MiB of a plain file; nothing where there is none that can be read."""
+    """The first MiB of a plain file; empty if it cannot be read."""
     try:
         with path.open("rb") as file:
             return file.read(1 << 20) if path.is_file() else b""
@@ -389,22 +392,25 @@ def _start_of_file(path: Path) -> bytes:
         return b""
 
 
-def _looks_of(folder: Path) -> tuple[Any, ...]:
-    """State of a run's files that changes with their content. Opened: a network file system then asks its server."""
-    found: list[Any] = []
+def _file_states(folder: Path) -> tuple[Any, ...]:
+    """States of a run's files, which change with their content.
+
+    The files are opened, since a network file system may answer from its cache for one that is not.
+    """
+    states: list[Any] = []
     for name in (METRICS, STARTS, "rollouts"):
         try:
             descriptor = os.open(folder / name, os.O_RDONLY | os.O_NONBLOCK)
             info = os.fstat(descriptor)
             os.close(descriptor)
-            found.append((info.st_ino, info.st_size, info.st_mtime_ns))
+            states.append((info.st_ino, info.st_size, info.st_mtime_ns))
         except OSError:
-            found.append(None)
-    return tuple(found)
+            states.append(None)
+    return tuple(states)
 
 
-def _is_other(path: Path, known: Mapping[str, list[int]]) -> bool:
-    """True if a part is not the file that was read."""
+def _has_changed(path: Path, known: Mapping[str, list[int]]) -> bool:
+    """True if a part is not the file that was read, by the `known` (id, time, size) of its name."""
     try:
         info = path.stat()
     except OSError:

@@ -23,16 +23,16 @@ from hacpo_mega.models.files.links import require_inside
 from hacpo_mega.watch.index import Index
 from hacpo_mega.watch.studies import Study, kinds_of
 
-LOOK_S, IDLE_S = 0.5, 2.0  # between two looks at a run that goes on, and at another
-FIND_S = 10.0  # between two looks for new runs
-DEPTH = 3  # of folders in which runs are looked for
-ALONE = ("seed", "run_dir")  # settings in which the runs of a group differ
+LOOK_S, IDLE_S = 0.5, 2.0  # seconds between two looks at a running run, and at any other
+FIND_S = 10.0  # seconds between two searches for new runs
+DEPTH = 3  # levels of folders that are searched for runs
+PER_RUN = ("seed", "run_dir")  # settings that differ within a group of runs
 
 
 class Watched:
     """One run: its index, its settings, its state.
 
-    experiment   the folder in which it was found, None if it was named itself
+    experiment   the folder in which it was found, None if it was itself given
     """
 
     def __init__(self, folder: Path, experiment: str | None, say: Callable[[str], None]) -> None:
@@ -40,7 +40,7 @@ class Watched:
         self.folder, self.experiment = self.index.folder, experiment
         self.id = hashlib.sha256(bytes(self.folder)).hexdigest()[:12]
         self._config: dict[str, Any] = {}
-        self._config_looks: tuple[int, int] | None = None
+        self._config_state: tuple[int, int] | None = None
 
     @property
     def config(self) -> dict[str, Any]:
@@ -48,9 +48,9 @@ class Watched:
         path = self.folder / CONFIG
         with suppress(OSError, ValueError):
             info = path.stat()
-            if (looks := (info.st_mtime_ns, info.st_size)) != self._config_looks:
+            if (state := (info.st_mtime_ns, info.st_size)) != self._config_state:
                 require_inside(self.folder, path)
-                self._config, self._config_looks = toml_file(path, "the run_dir of a run"), looks
+                self._config, self._config_state = toml_file(path, "the run_dir of a run"), state
         return self._config
 
     @property
@@ -60,30 +60,30 @@ class Watched:
 
     @property
     def group(self) -> str:
-        """A name that runs with equal settings have in common: they differ in seed and folder alone."""
-        inside = f"'{self.config.get('run_dir', '')}/"
-        kept = [
+        """A digest that runs share which differ only in their seed and run folder."""
+        in_run_dir = f"'{self.config.get('run_dir', '')}/"  # a path inside it differs with it
+        shared = [
             (key, value)
             for key, value in sorted(self.settings.items())
-            if key not in ALONE and inside not in repr(value)
+            if key not in PER_RUN and in_run_dir not in repr(value)
         ]
-        return hashlib.sha256(repr(kept).encode()).hexdigest()[:12]
+        return hashlib.sha256(repr(shared).encode()).hexdigest()[:12]
 
     @property
     def num_steps(self) -> int | None:
-        """Planned steps; None if nobody knows."""
-        found = self.config.get("num_steps")
-        return found if type(found) is int else None
+        """Planned steps; None if the configuration is not known."""
+        num_steps = self.config.get("num_steps")
+        return num_steps if type(num_steps) is int else None
 
     @property
     def state(self) -> str:
-        """State of the run: "gone" (moved or deleted), "finished", "running" or "stopped", by its lock and its end."""
+        """The state "gone" (moved or deleted), "running" (by the lock), "finished" (by the export), or "stopped"."""
         if not self.folder.is_dir():
             return "gone"
         lock = self.folder / LOCK
         with suppress(OSError):
             is_fresh = abs(time.time() - lock.stat().st_mtime) < QUIET_S
-            with suppress(PermissionError):  # another user's: its touches tell
+            with suppress(PermissionError):  # another user's lock: only its time can be read
                 is_fresh &= not is_gone(lock.read_text(encoding="utf-8", errors="replace"))
             if is_fresh:
                 return "running"
@@ -98,66 +98,68 @@ class Watched:
 
 
 class Runs:
-    """All watched runs, in the order in which they were given or found, and the studies. `number` grows with every
-    change of either."""
+    """All watched runs, in the order in which they were given or found, and the studies.
+
+    `num_changes` counts the changes of either.
+    """
 
     def __init__(self, folders: Sequence[Path], say: Callable[[str], None]) -> None:
         """Raises ValueError, one line, for a folder that is no run and no study, and holds none."""
         self._say, self._folders = say, [Path(folder) for folder in folders]
         self._runs: dict[str, Watched] = {}
         self.studies: dict[str, Study] = {}
-        self._changed: dict[str, int] = {}
-        self.number = 0
+        self._changed_at: dict[str, int] = {}  # num_changes at the last change, by id
+        self.num_changes = 0
         for folder in self._folders:
             if not any(runs_in(folder)) and not any(studies_in(folder)):
-                what = "holds no run, and nothing of experiment, bench or eval" if folder.is_dir() else "is no folder"
-                raise ValueError(f"{folder} {what}: give the run_dir of a run, or a folder with runs in it")
+                why = "holds no run, and nothing of experiment, bench or eval" if folder.is_dir() else "is no folder"
+                raise ValueError(f"{folder} {why}: give the run_dir of a run, or a folder with runs in it")
         self._find()
 
     def __iter__(self) -> Iterator[Watched]:
         return iter(list(self._runs.values()))
 
     def __getitem__(self, name: str) -> Watched:
-        """A run by its id. ValueError for another."""
-        if (found := self._runs.get(name)) is None:
+        """A run by its id. ValueError for an unknown one."""
+        if (run := self._runs.get(name)) is None:
             raise ValueError(f"no run {name!r} is watched here")
-        return found
+        return run
 
-    def changed_since(self, number: int) -> list[str]:
-        """The runs and studies that have changed after that number; all of them for a number of another server."""
-        if number > self.number:
+    def changed_since(self, num_changes: int) -> list[str]:
+        """Ids of the runs and studies that changed after so many changes; all for a number of an earlier server."""
+        if num_changes > self.num_changes:
             return [*self._runs, *self.studies]
-        return [run for run, at in list(self._changed.items()) if at > number]
+        return [name for name, at in list(self._changed_at.items()) if at > num_changes]
 
     def follow(self, ends: threading.Event) -> None:
-        """Extends all indexes until `ends` is set. The thread's whole work; no run's trouble ends it."""
+        """Extends all indexes until `ends` is set. The work of a thread; an error of one run does not end it."""
         states: dict[str, Any] = {}
-        looked_s: dict[str, float] = {}
-        found_s = time.monotonic()
+        looked_at: dict[str, float] = {}
+        searched_at = time.monotonic()
         while True:
-            works = False
+            has_work = False
             for run in self:
-                rest_s = 0.0 if states.get(run.id) == "running" else IDLE_S
-                if time.monotonic() - looked_s.get(run.id, -IDLE_S) < rest_s:
+                pause_s = 0.0 if states.get(run.id) == "running" else IDLE_S
+                if time.monotonic() - looked_at.get(run.id, -IDLE_S) < pause_s:
                     continue
-                looked_s[run.id] = time.monotonic()
+                looked_at[run.id] = time.monotonic()
                 if has_grown := self._extend(run):
-                    looked_s[run.id] = -IDLE_S
-                works |= has_grown
+                    looked_at[run.id] = -IDLE_S  # again at once
+                has_work |= has_grown
                 if states.get(run.id) != (state := run.state):
                     states[run.id] = state
                     self._note_change(run)
             for study in list(self.studies.values()):
-                if time.monotonic() - looked_s.get(study.id, -IDLE_S) < IDLE_S:
+                if time.monotonic() - looked_at.get(study.id, -IDLE_S) < IDLE_S:
                     continue
-                looked_s[study.id] = time.monotonic()
-                if states.get(study.id) != (looks := study.looks()):
-                    states[study.id] = looks
+                looked_at[study.id] = time.monotonic()
+                if states.get(study.id) != (files := study.file_states()):
+                    states[study.id] = files
                     self._note_change(study)
-            if time.monotonic() - found_s > FIND_S:
+            if time.monotonic() - searched_at > FIND_S:
                 self._find_again()
-                found_s = time.monotonic()
-            if ends.wait(0.01 if works else LOOK_S):
+                searched_at = time.monotonic()
+            if ends.wait(0.01 if has_work else LOOK_S):
                 return
 
     def _extend(self, run: Watched) -> bool:
@@ -171,8 +173,8 @@ class Runs:
             return False
 
     def _note_change(self, run: Watched | Study) -> None:
-        self.number += 1
-        self._changed[run.id] = self.number
+        self.num_changes += 1
+        self._changed_at[run.id] = self.num_changes
 
     def _find_again(self) -> None:
         try:

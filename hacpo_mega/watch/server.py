@@ -1,9 +1,10 @@
-"""The HTTP side of `hacpo-mega watch`: on the loopback interface, for whoever has the token, and for nobody else.
+"""The HTTP server of `hacpo-mega watch`: on the loopback interface, for whoever has the token, and for nobody else.
 
 Other users of the machine reach the port, too, and so does any page in the user's browser. So every request needs the
-token (in the address at first, then in a cookie that scripts cannot read and other sites cannot send), and a Host that
-is this machine by name, or a name that an attacker has pointed here would do. Answers of models are data: the pages'
-policy allows no script but the files that come with it. Elsewhere: the data (views.py, answers.py).
+token (in the address at first, then in a cookie that scripts cannot read and other sites cannot send). It also needs a
+Host header that names this machine, since an attacker may let a name of his own resolve to it (DNS rebinding). Answers
+of models are data: the page's policy allows no script but the files that come with it. Elsewhere: the data (views.py,
+answers.py).
 """
 
 import asyncio
@@ -28,8 +29,8 @@ from hacpo_mega.watch.runs import Runs
 
 PAGE = Path(__file__).parent / "page"
 HOSTS = ("127.0.0.1", "localhost", "[::1]")
-POLL_S, LOOK_S = 20.0, 0.2  # of a wait for changes: at most, and between two looks
-KINDS = {
+POLL_S, LOOK_S = 20.0, 0.2  # seconds that a request waits for changes at most, and between two looks
+MEDIA_TYPES = {
     **{".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"},
     **{".png": "image/png", ".json": "application/json", ".txt": "text/plain"},
 }
@@ -57,7 +58,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def listen(port: int) -> socket.socket:
-    """A listening socket of the loopback interface; port 0 is a free one. ValueError, one line, for one that is not."""
+    """A listening socket of the loopback interface; port 0: any free one. ValueError for a port that cannot be had."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -73,7 +74,7 @@ def listen(port: int) -> socket.socket:
 
 
 def serve(app: ASGIApp, listener: socket.socket) -> None:
-    """Answers until the process is told to end."""
+    """Answers requests until the process is told to end."""
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, server_header=False, lifespan="off", timeout_graceful_shutdown=1
     )
@@ -83,12 +84,12 @@ def serve(app: ASGIApp, listener: socket.socket) -> None:
 def make_app(views: Mapping[str, View], runs: Runs, token: str, port: int) -> ASGIApp:
     """The application behind its guard: a JSON answer for every view, the page, and the changes of `runs`.
 
-    views   by path what answers there: something for json.dumps, or a Download
+    views   by path, functions of a request that return something for json.dumps, or a Download
     """
     routes = [
-        *(Route(path, _answering(view)) for path, view in views.items()),
-        Route("/api/events", _events_of(runs)),
-        *(Route(path, _page) for path in ("/", "/page/{name}")),
+        *(Route(path, _view_endpoint(view)) for path, view in views.items()),
+        Route("/api/events", _events_endpoint(runs)),
+        *(Route(path, _page_file) for path in ("/", "/page/{name}")),
     ]
     return Guard(Starlette(routes=routes), token, f"hacpo_watch_{port}")
 
@@ -100,7 +101,7 @@ class Guard:
         self._app, self._token, self._cookie = app, token, cookie
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """An ASGI application."""
+        """Answers one request, by the protocol of ASGI."""
         if scope["type"] != "http":
             return
         headers = Headers(scope=scope)
@@ -111,7 +112,7 @@ class Guard:
         response = None
         if name not in HOSTS:
             response = _refusal(403, f"this server answers as {', '.join(HOSTS)} alone")
-        elif not any(map(self._fits, (given, bearer, Request(scope).cookies.get(self._cookie)))):
+        elif not any(map(self._is_token, (given, bearer, Request(scope).cookies.get(self._cookie)))):
             response = _refusal(401, "the token is missing or another: open the address that hacpo-mega watch printed")
 
         async def send_guarded(message: Message) -> None:
@@ -119,14 +120,14 @@ class Guard:
                 added = MutableHeaders(scope=message)
                 for header, value in HEADERS.items():
                     added[header] = value
-                if response is None and self._fits(given):
+                if response is None and self._is_token(given):
                     cookie = f"{self._cookie}={self._token}; HttpOnly; SameSite=Strict; Path=/"
                     added.append("set-cookie", cookie)
             await send(message)
 
         await (response or self._app)(scope, receive, send_guarded)
 
-    def _fits(self, given: str | None) -> bool:
+    def _is_token(self, given: str | None) -> bool:
         return secrets.compare_digest((given or "").encode(errors="replace"), self._token.encode())
 
 
@@ -134,18 +135,18 @@ def _refusal(status: int, text: str) -> JSONResponse:
     return JSONResponse({"error": text}, status)
 
 
-async def _page(request: Request) -> Response:
+async def _page_file(request: Request) -> Response:
     """A file of the page, all of which come with the package."""
     name = request.path_params.get("name", "index.html")
-    kind = KINDS.get(f".{name.rpartition('.')[2]}")
+    media_type = MEDIA_TYPES.get(f".{name.rpartition('.')[2]}")
     file = PAGE / name
-    if kind is None or "/" in name or name.startswith(".") or not file.is_file():
+    if media_type is None or "/" in name or name.startswith(".") or not file.is_file():
         return _refusal(404, "there is no such page")
-    return Response(file.read_bytes(), media_type=kind)
+    return Response(file.read_bytes(), media_type=media_type)
 
 
-def _answering(view: View) -> Endpoint:
-    """A route for a view that reads files, and so runs in a thread; its ValueError is the answer to a bad request."""
+def _view_endpoint(view: View) -> Endpoint:
+    """Answers with a view, in a thread, since it reads files; its ValueError is the answer to a bad request."""
 
     def answer(request: Request) -> Response:
         try:
@@ -155,8 +156,8 @@ def _answering(view: View) -> Endpoint:
         except ValueError as error:
             content, status = {"error": str(error)}, 400
         if isinstance(content, Download):
-            head = {"Content-Disposition": f'attachment; filename="{content.name}"'}
-            return StreamingResponse(content.lines, headers=head, media_type="application/x-ndjson")
+            headers = {"Content-Disposition": f'attachment; filename="{content.name}"'}
+            return StreamingResponse(content.lines, headers=headers, media_type="application/x-ndjson")
         # A lone surrogate in an answer has no UTF-8; its backslash form is the JSON escape of it.
         text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         return Response(text.encode(errors="backslashreplace"), status, media_type="application/json")
@@ -168,12 +169,12 @@ def _answering(view: View) -> Endpoint:
 
 
 def list_in(request: Request, key: str) -> list[str]:
-    """The names in a parameter of a request, between commas."""
+    """The names in a parameter of a request, which are separated by commas."""
     return [name for name in request.query_params.get(key, "").split(",") if name]
 
 
 def number_in(request: Request, key: str) -> int | None:
-    """A parameter as a whole number, None without it. ValueError for another."""
+    """A parameter as a whole number, None without it. ValueError for anything else."""
     text = request.query_params.get(key)
     if text in (None, ""):
         return None
@@ -194,8 +195,8 @@ def selection_in(request: Request) -> tuple[dict[str, Any], str]:
     return selection, request.query_params.get("sort") or "-step"
 
 
-def _events_of(runs: Runs) -> Endpoint:
-    """The route that answers as soon as a run has changed after a number, or after POLL_S."""
+def _events_endpoint(runs: Runs) -> Endpoint:
+    """Answers as soon as there are more changes than the parameter `after` (long polling), or after POLL_S."""
 
     async def endpoint(request: Request) -> Response:
         try:
@@ -206,6 +207,6 @@ def _events_of(runs: Runs) -> Endpoint:
         end_s = loop.time() + POLL_S
         while not (changed := runs.changed_since(after)) and loop.time() < end_s:
             await asyncio.sleep(LOOK_S)
-        return JSONResponse({"seq": runs.number, "changed": changed})
+        return JSONResponse({"seq": runs.num_changes, "changed": changed})
 
     return endpoint

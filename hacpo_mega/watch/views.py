@@ -1,6 +1,6 @@
 """The page's data about runs as tables ready for JSON: the list, curves, the job, a comparison, verdicts.
 
-Arrays of a view are aligned with its steps; null stands where a step has no number, or none that JSON can say.
+Arrays of a view have a value for each of its steps: null where a step has no number, or one that JSON cannot hold.
 Elsewhere: answers (answers.py).
 """
 
@@ -31,11 +31,11 @@ from hacpo_mega.watch.runs import Runs, Watched
 from hacpo_mega.watch.studies import Study
 
 DIGITS, MOST_DECIMALS = 7, 22  # of a number in a curve
-LAST_STEPS = 10  # over which the seconds of a step are the median
+LAST_STEPS = 10  # whose median is the seconds of a step
 MOST_NAMES = 200
-STALE_S = 10.0  # without a new file of a rank; larger jobs write less often
-MOST_ALARMS = 5  # of the job's trouble
-# Groups of the chooser, each with what the names in it have; the first that fits.
+STALE_S = 10.0  # without a new file of a rank it is silent; in larger jobs ranks write less often
+MOST_ALARMS = 5  # among the job's trouble
+# Groups of metrics by a pattern of their names; the first that fits.
 GROUPS = {
     "held-out answers": r"/(accuracy|eval|held_out|num_evaluated|num_held_out)",
     "others' answers": r"/from/",
@@ -50,27 +50,27 @@ GROUPS = {
     "memory": r"_bytes$",
     "rates": r"^rate/|_s$",
 }
-LOOKED_BACK = 10 * WINDOW  # steps in which a verdict's last numbers are looked for; some come every few steps
+LOOKED_BACK = 10 * WINDOW  # last steps that verdicts are read from; some metrics come only every few steps
 MOST_FATES = 1000  # steps of a chart of fates, evenly spaced
-HELD_OUT_NAMES = (
+HELD_OUT_METRICS = (
     *("agent/%/accuracy", "agent/%/eval/reward_%", "agent/%/num_evaluated"),
     *("agent/%/held_out_gain", "agent/%/held_out_gain_square", "agent/%/num_held_out_pairs"),
 )
-OF_FATES = ("agent/%/from/%/view/num_%", "agent/%/from/%/inside")
-OF_VERDICTS = (
+FATE_METRICS = ("agent/%/from/%/view/num_%", "agent/%/from/%/inside")
+VERDICT_METRICS = (
     *("agent/%/from/%", "omega/%", "agent/%/engine_gap_mean", "agent/%/truncated"),
     *("agent/%/wait/%_s", "agent/%/step_s", "agent/%/device_bytes", "agent/%/rss_bytes"),
 )
-OF_METRIC = "FROM metrics WHERE name = (SELECT id FROM words WHERE kind = 'metric' AND word = ?)"
+FROM_METRIC = "FROM metrics WHERE name = (SELECT id FROM words WHERE kind = 'metric' AND word = ?)"
 HELD_OUT = re.compile(r"agent/([^/]+)/(?:accuracy|eval/reward_mean)(?:/(.+))?")
 
 
 def run_list(runs: Runs) -> list[dict[str, Any]]:
     """The watched runs."""
-    return [_described(run) for run in runs]
+    return [_list_entry(run) for run in runs]
 
 
-def _described(run: Watched) -> dict[str, Any]:
+def _list_entry(run: Watched) -> dict[str, Any]:
     with run.index.reading() as db:
         steps, last = db.execute("SELECT count(DISTINCT step), max(step) FROM lines WHERE step > 0").fetchone()
         names = words_of(db, "metric")
@@ -92,16 +92,16 @@ def _described(run: Watched) -> dict[str, Any]:
 def curves(
     run: Watched, names: Sequence[str], after: int | None, generation: int | None, every: int = 1
 ) -> dict[str, Any]:
-    """Metrics over steps; without names the list of all, by group.
+    """Metrics over steps; without `names` the names of all, by group.
 
-    `after` leaves out the steps up to it, unless rows were replaced since the `generation` that the page has: then all
-    come, with "full". For a long run the page first asks for each `every`-th step and the last. ValueError for more
-    names than MOST_NAMES.
+    Steps up to `after` are left out, unless rows were replaced since the `generation` that the page has: then all come,
+    with "full". For a long run the page first asks for every `every`-th step and the last. ValueError for more names
+    than MOST_NAMES.
     """
     with run.index.reading() as db:
         state = dict(db.execute("SELECT key, value FROM state"))
         if not names:
-            return _chooser(db) | {"generation": state["generation"]}
+            return _metric_groups(db) | {"generation": state["generation"]}
         if len(names) > MOST_NAMES:
             raise ValueError(f"{len(names)} names are too many: ask for at most {MOST_NAMES} at once")
         is_full = after is None or generation != state["generation"]
@@ -109,12 +109,12 @@ def curves(
         last = db.execute("SELECT max(step) FROM lines").fetchone()[0]
         query = "SELECT DISTINCT step FROM lines WHERE step >= ? AND (step % ? = 0 OR step = ?) ORDER BY step"
         steps = [row[0] for row in db.execute(query, (first, max(1, every), last))]
-        place = {step: number for number, step in enumerate(steps)}
-        series = {name: _series(db, name, place, every) for name in names}
-        times = _series(db, "time_unix_s", place, every)
-        trained = _trained(db, steps)
-        intervals = _intervals(run, db, names, place)
-    begin = _begin_of(run.starts(), min((time for time in times if time is not None), default=None))
+        index_of = {step: index for index, step in enumerate(steps)}
+        series = {name: _series(db, name, index_of, every) for name in names}
+        times = _series(db, "time_unix_s", index_of, every)
+        trained = _trained_totals(db, steps)
+        intervals = _intervals(run, db, names, index_of)
+    begin = _start_time(run.starts(), min((time for time in times if time is not None), default=None))
     return {
         **{"names": list(names), "steps": steps, "seconds": [t and round(t - begin, 3) for t in times]},
         **{"trained_answers": trained, "series": series, "intervals": intervals, "events": _events(run)},
@@ -122,12 +122,12 @@ def curves(
     }
 
 
-def _begin_of(starts: Sequence[Mapping[str, Any]], first: float | None) -> float:
+def _start_time(starts: Sequence[Mapping[str, Any]], first: float | None) -> float:
     """Unix seconds at which a run began: at its first start, else at its first step."""
     return min([start["time_unix_s"] for start in starts if "time_unix_s" in start] or [first or 0.0])
 
 
-def _chooser(db: sqlite3.Connection) -> dict[str, Any]:
+def _metric_groups(db: sqlite3.Connection) -> dict[str, Any]:
     names = [name for name in words_of(db, "metric") if name != "time_unix_s"]
     groups: dict[str, list[str]] = {}
     for name in names:
@@ -137,32 +137,32 @@ def _chooser(db: sqlite3.Connection) -> dict[str, Any]:
     return {"names": names, "groups": ordered, "last_step": db.execute("SELECT max(step) FROM lines").fetchone()[0]}
 
 
-def _series(db: sqlite3.Connection, name: str, place: Mapping[int, int], every: int) -> list[float | None]:
-    found: list[float | None] = [None] * len(place)
-    query = f"SELECT step, value {OF_METRIC} AND step >= ? AND (step % ? = 0 OR step = ?)"
-    shown = (name, min(place, default=0), max(1, every), max(place, default=0))
-    rows = [row for row in db.execute(query, shown) if row[1] is not None and row[0] in place]
+def _series(db: sqlite3.Connection, name: str, index_of: Mapping[int, int], every: int) -> list[float | None]:
+    series: list[float | None] = [None] * len(index_of)
+    query = f"SELECT step, value {FROM_METRIC} AND step >= ? AND (step % ? = 0 OR step = ?)"
+    bounds = (name, min(index_of, default=0), max(1, every), max(index_of, default=0))
+    rows = [row for row in db.execute(query, bounds) if row[1] is not None and row[0] in index_of]
     values = np.asarray([value for _, value in rows], np.float64)
-    shown = values if name == "time_unix_s" else _rounded(values)
-    for (step, _), value in zip(rows, shown.tolist()):
+    values = values if name == "time_unix_s" else _rounded(values)
+    for (step, _), value in zip(rows, values.tolist()):
         if math.isfinite(value):
-            found[place[step]] = value
-    return found
+            series[index_of[step]] = value
+    return series
 
 
 def _rounded(values: np.ndarray) -> np.ndarray:
-    """Numbers with DIGITS digits, which make a short text; those below 1e-15 keep all they have."""
-    found = values.copy()
+    """Numbers rounded to DIGITS digits, which makes the JSON short; those below 1e-15 are not rounded."""
+    rounded = values.copy()
     with np.errstate(divide="ignore", invalid="ignore"):
         decimals = DIGITS - 1 - np.floor(np.log10(np.abs(values)))
-    for number in np.unique(decimals[decimals <= MOST_DECIMALS]):  # the larger ones of a power of ten are inexact
-        of_size = decimals == number
-        found[of_size] = np.around(values[of_size], int(number))
-    return found
+    for number in np.unique(decimals[decimals <= MOST_DECIMALS]):  # np.around divides by 10**decimals, inexact beyond
+        has_decimals = decimals == number
+        rounded[has_decimals] = np.around(values[has_decimals], int(number))
+    return rounded
 
 
-def _trained(db: sqlite3.Connection, steps: Sequence[int]) -> list[float]:
-    """Answers that all agents were trained on, from the first step up to each of these."""
+def _trained_totals(db: sqlite3.Connection, steps: Sequence[int]) -> list[float]:
+    """Number of answers that all agents were trained on, from the run's first step up to each of the `steps`."""
     query = (
         "SELECT step, sum(value) FROM metrics WHERE name IN (SELECT id FROM words WHERE kind = 'metric' "
         "AND word LIKE 'agent/%/num_trained_answers') GROUP BY step ORDER BY step"
@@ -171,36 +171,36 @@ def _trained(db: sqlite3.Connection, steps: Sequence[int]) -> list[float]:
     for step, value in db.execute(query):
         total += value or 0.0
         totals[step] = total
-    found, first = [], min(steps, default=0)
-    before = max((value for step, value in totals.items() if step < first), default=0.0)
+    at_steps, first = [], min(steps, default=0)
+    latest = max((value for step, value in totals.items() if step < first), default=0.0)
     for step in steps:
-        before = totals.get(step, before)
-        found.append(before)
-    return found
+        latest = totals.get(step, latest)
+        at_steps.append(latest)
+    return at_steps
 
 
 def _intervals(
-    run: Watched, db: sqlite3.Connection, names: Sequence[str], place: Mapping[int, int]
+    run: Watched, db: sqlite3.Connection, names: Sequence[str], index_of: Mapping[int, int]
 ) -> dict[str, dict[str, list[float | None]]]:
-    """95 % of the curves that are means of held-out answers, as the report has them."""
-    found = {}
+    """95 % intervals of the curves that are means of held-out answers, as the report has them."""
+    intervals = {}
     for name in names:
         if not (held_out := HELD_OUT.fullmatch(name)):
             continue
         agent, skill = held_out.groups()
-        tail = f"/{skill}" if skill else ""
-        kinds = ("accuracy", "accuracy_square", "eval/reward_mean", "eval/reward_square", "num_evaluated")
-        data = _as_run(run, db, _numbers(db, [f"agent/{agent}/{kind}{tail}" for kind in kinds]))
-        low, high = ([None] * len(place) for _ in range(2))
+        suffix = f"/{skill}" if skill else ""
+        metrics = ("accuracy", "accuracy_square", "eval/reward_mean", "eval/reward_square", "num_evaluated")
+        data = _as_run(run, db, _metrics(db, [f"agent/{agent}/{metric}{suffix}" for metric in metrics]))
+        low, high = ([None] * len(index_of) for _ in range(2))
         for point in accuracies(data, agent, skill):
-            if point.step in place and point.interval is not None:
-                low[place[point.step]], high[place[point.step]] = point.interval
-        found[name] = {"low": low, "high": high}
-    return found
+            if point.step in index_of and point.interval is not None:
+                low[index_of[point.step]], high[index_of[point.step]] = point.interval
+        intervals[name] = {"low": low, "high": high}
+    return intervals
 
 
-def _numbers(db: sqlite3.Connection, patterns: Sequence[str], first: int = 0, every: int = 1) -> dict[int, StepMetrics]:
-    """Metrics of some names (% stands for any text) by step, from a first step on, of each `every`-th step."""
+def _metrics(db: sqlite3.Connection, patterns: Sequence[str], first: int = 0, every: int = 1) -> dict[int, StepMetrics]:
+    """Metrics by step, of the names that match a pattern of SQL's LIKE, from step `first` on, every `every`-th step."""
     likes = " OR ".join(["word LIKE ?"] * len(patterns))
     query = (
         "SELECT step, word, value FROM metrics JOIN words ON words.id = name WHERE name IN "
@@ -215,7 +215,7 @@ def _numbers(db: sqlite3.Connection, patterns: Sequence[str], first: int = 0, ev
 
 
 def _as_run(run: Watched, db: sqlite3.Connection, *tables: dict[int, StepMetrics]) -> Run:
-    """The run as the report reads it, with the metrics of some tables alone."""
+    """The run as the report reads it, with only the metrics of `tables`."""
     steps: dict[int, StepMetrics] = {}
     for step, metrics in (entry for table in tables for entry in table.items()):
         known = steps.get(step, StepMetrics({}, {}))
@@ -227,12 +227,12 @@ def _as_run(run: Watched, db: sqlite3.Connection, *tables: dict[int, StepMetrics
 def _events(run: Watched) -> list[dict[str, Any]]:
     """Starts and alarms, by step."""
     starts = run.starts()
-    found = [
+    events = [
         {"step": start.get("steps_done", 0), "kind": "resume" if number else "start", "text": _start_text(start)}
         for number, start in enumerate(starts)
     ]
-    found += [{"step": alarm["step"], "kind": "alarm", "text": alarm["text"]} for alarm in read_alarms(run.folder)]
-    return sorted(found, key=lambda event: event["step"])
+    events += [{"step": alarm["step"], "kind": "alarm", "text": alarm["text"]} for alarm in read_alarms(run.folder)]
+    return sorted(events, key=lambda event: event["step"])
 
 
 def _start_text(start: Mapping[str, Any]) -> str:
@@ -241,11 +241,11 @@ def _start_text(start: Mapping[str, Any]) -> str:
 
 
 def job(run: Watched) -> dict[str, Any]:
-    """The job behind a run: where its ranks are, how far it is, and its last trouble."""
+    """The job of a run: its progress, its ranks with their present work, and its last trouble."""
     with run.index.reading() as db:
-        query = f"SELECT step, value {OF_METRIC} ORDER BY step DESC LIMIT ?"
+        query = f"SELECT step, value {FROM_METRIC} ORDER BY step DESC LIMIT ?"
         ended = dict(db.execute(query, ("time_unix_s", LAST_STEPS + 1)))
-        first = db.execute(f"SELECT min(value) {OF_METRIC}", ("time_unix_s",)).fetchone()[0]
+        first = db.execute(f"SELECT min(value) {FROM_METRIC}", ("time_unix_s",)).fetchone()[0]
     starts, attempts, safe = run.starts(), [], None
     with suppress(OSError, ValueError):
         attempts = read_attempts(run.folder)
@@ -253,7 +253,7 @@ def job(run: Watched) -> dict[str, Any]:
         safe = max(committed_steps(run.folder), default=None)
     step = max(ended, default=None)
     between = [ended[later] - ended[earlier] for later, earlier in pairwise(sorted(ended, reverse=True))]
-    begin = _begin_of(starts, first)
+    begin = _start_time(starts, first)
     left = run.num_steps - step if run.num_steps is not None and step is not None else None
     state, ranks = run.state, _ranks(run, starts)
     return {
@@ -278,10 +278,10 @@ def _trouble(run: Watched) -> list[dict[str, Any]]:
 
 
 def _ranks(run: Watched, starts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
-    """Places of all ranks, by the configuration; None where it is of another version, or the job is larger than shown.
+    """All ranks: their places by the configuration, their nodes and their present work by their own files.
 
-    A rank's own file tells what it is at, and its node. Without one nodes are those of the last start, which have equal
-    numbers of ranks in their order.
+    None for a configuration of another version, and for a job of more than MOST_RANKS. A rank without a file gets its
+    node from the last start, whose nodes have equal numbers of ranks, in order.
     """
     try:
         rank_map = RankMap.of(Config.model_validate(run.config))
@@ -305,9 +305,9 @@ def _ranks(run: Watched, starts: Sequence[Mapping[str, Any]]) -> list[dict[str, 
 
 
 def _activity(file: Mapping[str, Any] | None, now: float, stale_s: float) -> dict[str, Any]:
-    """Present work of a rank by its file, and its age; a rank that is silent for `stale_s` may stand still or be dead.
+    """Present work of a rank by its file, and the file's age; a rank silent for `stale_s` may hang or be dead.
 
-    `progress` compares the small steps of its phase with those of the last phase of that name.
+    `progress` is the share of the small steps of its phase that are done, by the number in its last phase of that name.
     """
     if file is None:
         return {"phase": None, "seen_s_ago": None}
@@ -318,25 +318,25 @@ def _activity(file: Mapping[str, Any] | None, now: float, stale_s: float) -> dic
 
 
 def _waited_for(ranks: Sequence[Mapping[str, Any]] | None) -> list[int]:
-    """Ranks that wait for nobody, while at least one waits in a collective; those are not late by each other."""
+    """The ranks that wait for nobody, if others wait in a collective; empty if all ranks or none wait."""
     seen = [rank for rank in ranks or () if rank["phase"] is not None]
     late = [rank["rank"] for rank in seen if rank["waits_for"] is None]
     return late if len(late) < len(seen) else []
 
 
 def _nodes(text: str) -> list[str]:
-    """The nodes in a list of Slurm's, such as "n[01-03,7],login1"; none where it is no such list."""
-    found = []
+    """The nodes in a list of Slurm's, such as "n[01-03,7],login1"; empty for other text."""
+    nodes = []
     for prefix, ranges in re.findall(r"([^,\[\]]+)(?:\[([\d,-]+)\])?(?:,|$)", text):
         for part in ranges.split(",") if ranges else [""]:
             low, _, high = part.partition("-")
             span = range(int(low), int(high or low) + 1) if low else []
-            found += [f"{prefix}{number:0{len(low)}}" for number in span[:MOST_RANKS]] or [prefix]
-    return found
+            nodes += [f"{prefix}{number:0{len(low)}}" for number in span[:MOST_RANKS]] or [prefix]
+    return nodes
 
 
 def comparison(runs: Sequence[Watched]) -> dict[str, Any]:
-    """Settings in which runs differ, and groups of runs that differ in their seed alone."""
+    """Settings in which runs differ, and groups of runs that differ only in their seed."""
     settings = {run.id: run.settings for run in runs}
     keys = dict.fromkeys(key for table in settings.values() for key in table)
     tables = {key: {run: table.get(key) for run, table in settings.items()} for key in keys if key != "run_dir"}
@@ -352,8 +352,8 @@ def comparison(runs: Sequence[Watched]) -> dict[str, Any]:
 
 def _group_name(group: Sequence[Watched], differences: Sequence[Mapping[str, Any]]) -> str:
     first = group[0]
-    telling = [found for found in differences if found["key"] != "seed"]
-    parts = [f"{found['key'].rpartition('.')[2]} {found['values'][first.id]}" for found in telling[:3]]
+    settings = [setting for setting in differences if setting["key"] != "seed"]
+    parts = [f"{setting['key'].rpartition('.')[2]} {setting['values'][first.id]}" for setting in settings[:3]]
     return ", ".join(parts) if parts and len(group) > 1 else first.folder.name
 
 
@@ -361,37 +361,37 @@ def study_list(runs: Runs) -> list[dict[str, Any]]:
     """The watched folders of experiments, benchmarks and evaluations."""
     return [
         {
-            **{"id": found.id, "kind": found.kind, "path": str(found.folder), "name": found.folder.name},
-            "note": None if found.looks() else f"{found.folder} was moved or deleted",
+            **{"id": entry.id, "kind": entry.kind, "path": str(entry.folder), "name": entry.folder.name},
+            "note": None if entry.file_states() else f"{entry.folder} was moved or deleted",
         }
-        for found in runs.studies.values()
+        for entry in runs.studies.values()
     ]
 
 
 def study(runs: Runs, name: str) -> Study:
-    """One of them. ValueError for another id."""
+    """A study by its id. ValueError for an unknown one."""
     if (found := runs.studies.get(name)) is None:
         raise ValueError(f"no study {name!r} is watched here")
     return found
 
 
 class VerdictViews:
-    """Verdicts of runs; those of a state that was asked for before are kept, since they read every step."""
+    """Verdicts of runs, cached until a run has a further step, since they read many steps."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, tuple[Any, dict[str, Any]]] = {}
+        self._cached: dict[str, tuple[Any, dict[str, Any]]] = {}
 
     def of(self, run: Watched) -> dict[str, Any]:
-        """A sentence for every chart of collaboration, and the fates of others' answers."""
+        """The verdicts of a run's charts, and the fates of others' answers over its steps."""
         with run.index.reading() as db:
             query = "SELECT max(start), (SELECT value FROM state WHERE key = 'generation') FROM lines"
-            at = db.execute(query).fetchone()
-            if run.id in self._kept and self._kept[run.id][0] == at:
-                return self._kept[run.id][1]
+            state = db.execute(query).fetchone()
+            if run.id in self._cached and self._cached[run.id][0] == state:
+                return self._cached[run.id][1]
             num_steps, last = db.execute("SELECT count(DISTINCT step), max(step) FROM lines").fetchone()
-            recent = _numbers(db, OF_VERDICTS, first=(last or 0) - LOOKED_BACK)
-            data = _as_run(run, db, _numbers(db, HELD_OUT_NAMES), recent)
-            fates = _as_run(run, db, _numbers(db, OF_FATES, every=max(1, math.ceil(num_steps / MOST_FATES))))
+            recent = _metrics(db, VERDICT_METRICS, first=(last or 0) - LOOKED_BACK)
+            data = _as_run(run, db, _metrics(db, HELD_OUT_METRICS), recent)
+            fates = _as_run(run, db, _metrics(db, FATE_METRICS, every=max(1, math.ceil(num_steps / MOST_FATES))))
         found = {"verdicts": verdicts(data), "fates": fates_by_step(fates)}
-        self._kept[run.id] = (at, found)
+        self._cached[run.id] = (state, found)
         return found

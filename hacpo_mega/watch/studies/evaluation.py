@@ -23,31 +23,31 @@ PER_PAGE = 20
 
 
 def evaluation(folder: Path) -> dict[str, Any]:
-    """A row per benchmark, and their mean. ValueError, one line, for another file."""
-    found = read_evaluation(folder / RESULT)
-    table = {"title": "Scores", "head": COLUMNS, "rows": rows_of(found), "notes": warnings_of(found)}
+    """A row per benchmark, and their mean. ValueError, one line, for a file that is no evaluation."""
+    result = read_evaluation(folder / RESULT)
+    table = {"title": "Scores", "head": COLUMNS, "rows": rows_of(result), "notes": warnings_of(result)}
     return {
-        "benchmarks": [result.name for result in found.benchmarks],
-        "facts": {name: str(found.settings[name]) for name in SHOWN if found.settings.get(name) is not None},
+        "benchmarks": [benchmark.name for benchmark in result.benchmarks],
+        "facts": {name: str(result.settings[name]) for name in SHOWN if result.settings.get(name) is not None},
         "tables": [table],
     }
 
 
 def side_by_side(folders: Sequence[Path]) -> dict[str, Any]:
-    """A row per evaluation, a column per benchmark. One that cannot be read is a note."""
-    found, notes = {}, []
+    """A row per evaluation, a column per benchmark. An evaluation that cannot be read becomes a note."""
+    results, notes = {}, []
     for folder in folders:
         try:
-            found[folder] = read_evaluation(folder / RESULT)
+            results[folder] = read_evaluation(folder / RESULT)
         except (OSError, ValueError) as error:
             notes.append(str(error))
-    names = list(dict.fromkeys(one.name for content in found.values() for one in content.benchmarks))
+    names = list(dict.fromkeys(benchmark.name for result in results.values() for benchmark in result.benchmarks))
     rows = []
-    for folder, content in found.items():
-        scores = {one.name: _score(one) for one in content.benchmarks}
-        mean = number_text(content.average.value) if len(scores) > 1 else ""
+    for folder, result in results.items():
+        scores = {benchmark.name: _score(benchmark) for benchmark in result.benchmarks}
+        mean = number_text(result.average.value) if len(scores) > 1 else ""
         label = "/".join(part for part in folder.parts[-3:] if part != "evaluations")
-        model = str(content.settings.get("model", ""))
+        model = str(result.settings.get("model", ""))
         rows.append([label, model, *(scores.get(name, "–") for name in names), mean])
     table = {
         "title": "Scores side by side",
@@ -59,26 +59,26 @@ def side_by_side(folders: Sequence[Path]) -> dict[str, Any]:
 
 
 def answers(folder: Path, benchmark: str, verdict: str, text: str, page: int) -> dict[str, Any]:
-    """A page of a benchmark's answers, by problem, then by rollout: those of a verdict, whose text has a text.
+    """A page of a benchmark's answers, by problem, then by rollout: those with this verdict whose text contains `text`.
 
-    Empty texts select all. ValueError for a benchmark that it has not, and for a line that is no answer.
+    An empty `verdict` or `text` selects all. ValueError for an unknown benchmark, and for a line that is no answer.
     """
     names = evaluation(folder)["benchmarks"]
     if benchmark not in names:
         raise ValueError(f"no benchmark {benchmark!r} in {folder}: give one of {', '.join(names)}")
     require_inside(folder, folder / "answers")
-    found = read_answers(folder, benchmark)
-    chosen = [
+    by_place = read_answers(folder, benchmark)
+    selected = [
         answer
-        for _, answer in sorted(found.items())
+        for _, answer in sorted(by_place.items())
         if verdict in ("", answer.verdict) and text.casefold() in answer.text.casefold()
     ]
-    rows = [asdict(answer) for answer in chosen[page * PER_PAGE :][:PER_PAGE]]
-    verdicts = sorted({answer.verdict for answer in found.values()})
-    return {"total": len(chosen), "page": page, "per_page": PER_PAGE, "rows": rows, "verdicts": verdicts}
+    rows = [asdict(answer) for answer in selected[page * PER_PAGE :][:PER_PAGE]]
+    verdicts = sorted({answer.verdict for answer in by_place.values()})
+    return {"total": len(selected), "page": page, "per_page": PER_PAGE, "rows": rows, "verdicts": verdicts}
 
 
-def _score(found: BenchmarkResult) -> str:
-    """The headline of a benchmark with its name and interval."""
-    headline = found.scores[found.headline]
-    return f"{score_texts(found)[found.headline]} [{number_text(headline.low)}, {number_text(headline.high)}]"
+def _score(benchmark: BenchmarkResult) -> str:
+    """A benchmark's headline score with its name and interval."""
+    headline = benchmark.scores[benchmark.headline]
+    return f"{score_texts(benchmark)[benchmark.headline]} [{number_text(headline.low)}, {number_text(headline.high)}]"

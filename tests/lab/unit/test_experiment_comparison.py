@@ -205,7 +205,7 @@ def test_tables_of_graded_rewards_name_no_accuracy(tmp_path):
     assert "### skills: mean reward" in text and "accuracy" not in text.lower()
     write_evidence(grid, results)
     (study,) = studies_in(grid.work_dir)
-    shown = study.shown()
+    shown = study.content()
     titles = ["skills: mean reward", "skills: difference to alone", "skills: cost of a run"]
     assert [table["title"] for table in shown["tables"]] == titles
     assert shown["charts"][0]["note"] == "Mean reward on held-out prompts, mean over seeds."
@@ -253,9 +253,9 @@ def test_the_page_of_watch_reads_the_evidence(tmp_path):
         write_result(tmp_path / "few", result)
     (of_work,) = studies_in(grid.work_dir)
     (of_results,) = studies_in(tmp_path / "few")
-    assert of_work.shown()["reference"] == "alone"
+    assert of_work.content()["reference"] == "alone"
     tables, of_few = (
-        {table["title"]: sorted(table["rows"]) for table in study.shown("alone")["tables"]}
+        {table["title"]: sorted(table["rows"]) for table in study.content("alone")["tables"]}
         for study in (of_work, of_results)
     )
     assert tables == of_few
@@ -281,7 +281,7 @@ def test_the_page_of_watch_has_the_numbers_of_the_test_set(tmp_path):
     for result in results.values():
         write_result(tmp_path / "few", result)
     (study,) = studies_in(tmp_path / "few")
-    tables = study.shown("alone")["tables"]
+    tables = study.content("alone")["tables"]
     assert [table["title"] for table in tables] == [
         "skills: accuracy",
         "skills: difference to alone",
@@ -303,7 +303,7 @@ def test_the_page_of_watch_has_the_numbers_of_the_test_set(tmp_path):
     ):
         file.write_text(json.dumps(run | {"final": final | wrong}))
         with pytest.raises(ValueError, match=why):
-            study.shown("alone")
+            study.content("alone")
 
 
 def test_a_reported_run_at_a_rate_that_is_not_the_tuned_one_is_not_shown(tmp_path):

@@ -48,8 +48,8 @@ def printed(text: str, title: str) -> dict[str, dict[str, str]]:
 def test_an_experiment_has_the_numbers_of_its_own_tables(folder: str, regime: str, least: int, reference: str) -> None:
     """The experiment itself has written them beside its results."""
     (study,) = studies_in(ROOT / "docs" / folder)
-    assert study.shown()["reference"] == "gspo_x2", "agents alone, where no grid says another"
-    found, text = study.shown(reference), (ROOT / "docs" / folder / "README.md").read_text()
+    assert study.content()["reference"] == "gspo_x2", "agents alone, where no grid says another"
+    found, text = study.content(reference), (ROOT / "docs" / folder / "README.md").read_text()
     compared = 0
     for title in ("accuracy", f"difference to {reference}"):
         own, theirs = table_of(found, f"{regime}: {title}"), printed(text, f"{regime}: {title}")
@@ -64,7 +64,7 @@ def test_an_experiment_has_the_numbers_of_its_own_tables(folder: str, regime: st
 def test_seeds_are_a_mean_with_a_band() -> None:
     runs = [json.loads(line) for line in (EVIDENCE / "runs.jsonl").read_text().splitlines()]
     own = [run for run in runs if (run["method"], run["stage"]) == ("naive", "reported")]
-    charts = {chart["title"]: chart["lines"] for chart in Study(EVIDENCE, "experiment").shown()["charts"]}
+    charts = {chart["title"]: chart["lines"] for chart in Study(EVIDENCE, "experiment").content()["charts"]}
     (line,) = [line for line in charts["skills: qwen"] if line["label"].startswith("naive,")]
     curves = [run["curves"]["accuracy"]["qwen"] for run in own]
     assert line["label"] == f"naive, {len(own)} seeds" and line["x"]["steps"] == own[0]["steps"]
@@ -86,17 +86,17 @@ def test_results_that_arrive_are_seen_and_a_wrong_one_is_a_line(tmp_path: Path) 
     for seed in (1, 2):
         (tmp_path / f"skills.sgt.lr-0.0004.seed-{seed}.json").write_text(json.dumps(run | {"seed": seed}))
         (study,) = Runs([tmp_path], print).studies.values()
-        assert study.shown()["charts"][0]["lines"][0]["label"].endswith(f"{seed} seed{'s' * (seed > 1)}")
+        assert study.content()["charts"][0]["lines"][0]["label"].endswith(f"{seed} seed{'s' * (seed > 1)}")
     other = run | {"seed": 3, "learning_rate": 0.0002}
     (tmp_path / "skills.sgt.lr-0.0002.seed-3.json").write_text(json.dumps(other))
     names = {"(start)": "", "sgt at 0.0002": "1", "sgt at 0.0004": "2"}
-    assert {row[0]: row[-1] for row in study.shown()["tables"][0]["rows"]} == names
+    assert {row[0]: row[-1] for row in study.content()["tables"][0]["rows"]} == names
     early = json.loads(json.dumps(run | {"seed": 4}), object_hook=lambda table: {k: begun(v) for k, v in table.items()})
     (tmp_path / "skills.sgt.lr-0.0004.seed-4.json").write_text(json.dumps(early))
-    (_, line) = study.shown()["charts"][0]["lines"]
+    (_, line) = study.content()["charts"][0]["lines"]
     assert (line["label"], line["x"]["steps"], len(line["low"])) == ("sgt at 0.0004, 3 seeds", run["steps"][:3], 3)
     assert line["x"]["seconds"] == run["seconds"][:3]
-    assert study.shown()["notes"] == [
+    assert study.content()["notes"] == [
         "skills, sgt at 0.0004: seeds were evaluated at other steps; those in common are shown."
     ]
     for content, why in (
@@ -112,14 +112,14 @@ def test_results_that_arrive_are_seen_and_a_wrong_one_is_a_line(tmp_path: Path) 
     ):
         (tmp_path / "skills.sgt.lr-0.0004.seed-3.json").write_text(json.dumps(content))
         with pytest.raises(ValueError, match=re.escape(why)) as error:
-            study.shown()
+            study.content()
         assert "\n" not in str(error.value) and "seed-3.json" in str(error.value)
     with pytest.raises(ValueError, match="no method 'x'"):
-        Study(EVIDENCE, "experiment").shown("x")
+        Study(EVIDENCE, "experiment").content("x")
     for file in tmp_path.glob("*.json"):
         file.unlink()
     with pytest.raises(ValueError, match="moved or deleted"):
-        study.shown()
+        study.content()
 
 
 def agent(seconds: dict[str, float], trained: float) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def test_a_benchmark_by_hand(tmp_path: Path) -> None:
     content = {"facts": {"machine": "2 cores"}, "schedules": [one | {"agents": agents} for one in (schedule, turns)]}
     (tmp_path / "bench.json").write_text(json.dumps(content))
     (study,) = studies_in(tmp_path)
-    found = study.shown()
+    found = study.content()
     assert table_of(found, "Schedules")["in turns"]["hacpo needs"] == "0.67" and study.kind == "bench"
     assert table_of(found, "Schedules")["hacpo"]["by round"] == "1.80 2.20"
     assert (
@@ -149,4 +149,4 @@ def test_a_benchmark_by_hand(tmp_path: Path) -> None:
     assert [part[:2] for part in bars["rows"][0]["parts"]] == [["roll_out", 1.0], ["learn", 0.5]]
     (tmp_path / "bench.json").write_text(json.dumps(content | {"schedules": [schedule]}))
     with pytest.raises(ValueError, match=r"bench.json is no result of `hacpo-mega bench`: agents is missing"):
-        study.shown()
+        study.content()

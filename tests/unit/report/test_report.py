@@ -30,7 +30,7 @@ from hacpo_mega.logbook.files.metrics import MetricsWriter, StepMetrics, read_me
 from hacpo_mega.logbook.files.rollout_log import read_rollouts
 from hacpo_mega.logbook.files.trace import Track, chrome_trace, write_trace
 from hacpo_mega.report import summary, write_report
-from hacpo_mega.report.canvas import MOST_BARS, dressed, label_ends, panels, stack, to_inline_svg, to_png
+from hacpo_mega.report.canvas import MOST_BARS, label_ends, panels, report_style, stack, to_inline_svg, to_png
 from hacpo_mega.report.catalogue import AGENT_COLOURS, BAND_COLOURS, FATE_COLOURS, PHASE_COLOURS, SECTIONS
 from hacpo_mega.report.page import choose_prompts, render_page
 from hacpo_mega.report.plots import draw, draw_pictures, draw_timeline, figures_of
@@ -200,7 +200,7 @@ def test_the_timeline_is_drawn_from_the_trace_where_there_is_one(tmp_path: Path)
     picture = tmp_path / "timeline.png"
 
     def draw_again() -> None:
-        with dressed():
+        with report_style():
             picture.write_bytes(to_png(draw_timeline(load_run(tmp_path))))
 
     draw_again()
@@ -328,7 +328,7 @@ def test_long_names_of_agents_leave_panels_room_and_cover_no_other(tmp_path: Pat
         pairs = [(a, b) for a in agents for b in agents if a != b]
         values = {f"omega/{a}/{b}": 1.0 for a, b in pairs}
         values |= {f"agent/{a}/from/{b}/{side}": 1 / 3 for a, b in pairs for side in BAND_COLOURS}
-        with dressed(), warnings.catch_warnings(action="error"):  # a layout that cannot be had is one
+        with report_style(), warnings.catch_warnings(action="error"):  # a layout that cannot be had is one
             figure = drawn(Run(tmp_path, {}, "", dict.fromkeys((1, 2), StepMetrics(values, {})), agents, []), chart)
             figure.draw_without_rendering()
         titles = [axis._left_title.get_window_extent() for axis in figure.axes]

@@ -28,7 +28,7 @@ def test_an_evaluation_by_hand(tmp_path: Path) -> None:
     (tmp_path / "run" / "metrics.jsonl").touch()
     write_evaluation(Evaluation(settings, (result, result), Estimate(0.5, math.nan, math.nan)), out)
     (study,) = studies_in(tmp_path / "run")
-    found = study.shown()
+    found = study.content()
     assert found["facts"] == {"model": "models/qwen", "num_answers": "4"}
     assert found["tables"][0]["rows"][1:] == [
         ["maths", "30", "mean reward@4 0.5000", "0.4000 to 0.6000", "best reward@4 0.7500", "12.5%", "25.0%", "17"],
@@ -51,7 +51,7 @@ def test_an_evaluation_by_hand(tmp_path: Path) -> None:
         study.answers("x", "", "", 0)
     (out / "evaluation.json").write_text('{"settings": {}, "benchmarks": [{"name": 3}], "average": {}}')
     with pytest.raises(ValueError, match=r"evaluation.json is no evaluation: (?!.*\n)"):
-        study.shown()
+        study.content()
 
 
 def test_evaluations_lie_side_by_side(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_evaluations_lie_side_by_side(tmp_path: Path) -> None:
         (tmp_path / model / "metrics.jsonl").touch()
         write_evaluation(Evaluation({"model": f"models/{model}"}, tuple(results), Estimate(0.5, 0.4, 0.6)), out)
     (study,) = [study for study in Runs([tmp_path], print).studies.values() if study.kind == "evaluations"]
-    (table,) = study.shown()["tables"]
+    (table,) = study.content()["tables"]
     assert table["head"] == ["evaluation", "model", "maths", "code", "mean"]
     score = "avg@4 0.5000 [0.4000, 0.6000]"
     assert table["rows"] == [
@@ -76,7 +76,7 @@ def test_evaluations_lie_side_by_side(tmp_path: Path) -> None:
         ["qwen/end", "models/qwen", score, score, "0.5000"],
     ]
     (tmp_path / "llama" / "evaluations" / "end" / "evaluation.json").write_text("[]")
-    found = study.shown()
+    found = study.content()
     assert [row[0] for row in found["tables"][0]["rows"]] == ["qwen/end"]
     assert len(found["notes"]) == 1 and "is no evaluation: all: Input should be a dict" in found["notes"][0]
     assert not list(Runs([tmp_path / "qwen"], print).studies.values())[1:], "one evaluation has nothing beside it"

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from hacpo_lab.experiments.evidence import ALL_AGENTS, MethodEvidence, RegimeEvidence
-from hacpo_mega.report.canvas import dressed, panels, to_inline_svg, to_png
+from hacpo_mega.report.canvas import panels, report_style, to_inline_svg, to_png
 from hacpo_mega.report.catalogue import AGENT_COLOURS
 from hacpo_mega.report.plots import Picture
 
@@ -37,7 +37,7 @@ def draw_curves(name: str, regime: RegimeEvidence, ablation_of: Mapping[str, str
     pictures = []
     ablations = [method for method in regime.methods if {method} & {*ablation_of, *ablation_of.values()}]
     whole = [method for method in regime.methods if method not in ablation_of]
-    with dressed():
+    with report_style():
         for axis in X_AXES:
             if methods := [method for method in whole if axis.values(regime.methods[method])]:
                 pictures.append(_draw(f"{name}-{axis.stem}", name, regime, axis, methods))

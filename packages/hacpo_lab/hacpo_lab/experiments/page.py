@@ -12,7 +12,7 @@ from hacpo_lab.experiments.result import Result
 from hacpo_lab.experiments.table import Table, facts_of, summary_line, tables_of, to_markdown
 from hacpo_mega.models.files.replacing import replace_file
 from hacpo_mega.report.html import Html, join, table, tag
-from hacpo_mega.report.page import facts_grid, shown_picture, whole_page
+from hacpo_mega.report.page import facts_grid, render_picture, whole_page
 from hacpo_mega.report.plots import Picture
 
 
@@ -46,7 +46,7 @@ def render_page(
     for name, regime in evidence.items():
         parts += [tag("h2", name), facts_grid(facts_of(regime))]
         parts += [_section(found) for found in tables_of(regime, grid)]
-        parts += [shown_picture(picture, "h3") for picture in pictures[name]]
+        parts += [render_picture(picture, "h3") for picture in pictures[name]]
     return whole_page(title, parts)
 
 

@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 
 from hacpo_mega.logbook.console import in_step_order
 from hacpo_mega.models.files.documents import json_file
-from hacpo_mega.report.canvas import dressed, legend, to_png
+from hacpo_mega.report.canvas import legend, report_style, to_png
 from hacpo_mega.report.catalogue import phase_colour
 
 WAITING = "#e9ebee"
@@ -18,7 +18,7 @@ def draw_throughput(result: Path) -> Path:
     bars = [(schedule, agent, found) for schedule in schedules for agent, found in schedule["agents"].items()]
     phases = in_step_order({phase for _, _, found in bars for phase in found["phases_s"]})
     colours = [phase_colour(phase) for phase in phases]
-    with dressed():
+    with report_style():
         figure = Figure(figsize=(8.6, 0.9 + 0.42 * len(bars)), layout="constrained")
         axis = figure.subplots()
         for row, (schedule, _, found) in enumerate(bars):
