@@ -122,7 +122,7 @@ def _header(message: bytes, row_type: np.dtype, sender: str) -> tuple:
     if has_logprobs not in (0, 1):
         raise ValueError(f"message of {sender}: log-probs travel or not, 1 or 0, but the header says {has_logprobs}")
     if routing_bytes not in (0, *ROUTING_TYPES):
-        raise ValueError(f"message of {sender}: routing has numbers of 1 or 2 bytes, the header says {routing_bytes}")
+        raise ValueError(f"message of {sender}: routing has 1 or 2 bytes, but the header says {routing_bytes}")
     return has_logprobs, routing_bytes, (layers, experts), *totals
 
 
