@@ -104,7 +104,7 @@ def read_each_answer_once() -> None:
     for module, name in (
         (math_grader, "_parsed"),
         (math_grader, "_shown"),
-        (answer_values, "_strange"),
+        (answer_values, "_nonfinite"),
         (answer_values, "value_of"),
     ):
         setattr(module, name, _kept(getattr(module, name)))
