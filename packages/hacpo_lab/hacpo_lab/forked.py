@@ -23,19 +23,18 @@ from hacpo_mega.cluster.security.private_folder import job_folder
 from hacpo_mega.cluster.security.secret import new_secret
 from hacpo_mega.jobs.local import launcher_environment
 
-# The server's own. One thread: a pool of threads would not survive the fork. And torch would initialise CUDA to say
-# whether there is some, which no child could undo; asked this way it looks at the driver's library alone.
+# Variables of the server only. One thread: a pool of threads would not survive the fork. And torch must not initialise
+# CUDA to find out whether there is a GPU, since no child could undo it: with NVML it asks the driver's library instead.
 SERVER_ONLY = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-# After a rank has failed, the others get this long to say what they know of it.
-LAST_WORDS_S = 20.0
+LAST_WORDS_S = 20.0  # after a rank has failed, for the others to write their messages about it
 
 
 class JobServer:
     """Runs jobs one after the other. The server starts with the first of them and ends with this process."""
 
     def __init__(self, preload: str) -> None:
-        """`preload` is the module that the server imports; environment.py must have set the variables before."""
-        self._threads_asked = os.environ.get("OMP_NUM_THREADS")
+        """`preload` is the module that the server imports; call prepare_environment() before."""
+        self._num_threads = os.environ.get("OMP_NUM_THREADS")  # of a rank, if the user has set it
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([preload])
 
@@ -63,17 +62,17 @@ class JobServer:
         """The processes of `run`, by rank, while they run; none of them does afterwards."""
         with changed_environment(SERVER_ONLY):
             forkserver.ensure_running()
-        threads = self._threads_asked or str(max(1, num_cores() // world_size))
+        num_threads = self._num_threads or str(max(1, num_cores() // world_size))
         secret = new_secret()
         processes: list[BaseProcess] = []
         with job_folder() as private:
             try:
                 for rank in range(world_size):
                     variables = launcher_environment(rank, world_size, private, secret)
-                    call = (rank, folder, variables | {"OMP_NUM_THREADS": threads}, function, arguments)
-                    process = self._context.Process(target=_play, args=call, name=f"rank {rank}")
-                    process.start()  # one that does not start cannot be killed either
-                    processes.append(process)
+                    call = (rank, folder, variables | {"OMP_NUM_THREADS": num_threads}, function, arguments)
+                    process = self._context.Process(target=_run_rank, args=call, name=f"rank {rank}")
+                    process.start()
+                    processes.append(process)  # after its start: a process that never started cannot be killed
                 yield processes
             finally:
                 for process in processes:
@@ -81,10 +80,10 @@ class JobServer:
                     process.join()
 
 
-def _play(rank: int, folder: Path, environment: dict[str, str], function: Callable, arguments: tuple) -> None:
+def _run_rank(rank: int, folder: Path, environment: dict[str, str], function: Callable, arguments: tuple) -> None:
     for descriptor, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
-    threading.Thread(target=_end_with_queue, name="queue", daemon=True).start()
+    threading.Thread(target=_end_with_parent, name="queue", daemon=True).start()
     for name in SERVER_ONLY:
         os.environ.pop(name, None)
     os.environ.update(environment)
@@ -92,8 +91,8 @@ def _play(rank: int, folder: Path, environment: dict[str, str], function: Callab
     function(*arguments)
 
 
-def _end_with_queue() -> None:
-    """Ends this rank when the process that asked for it is gone: a killed one cannot end its ranks."""
+def _end_with_parent() -> None:
+    """Ends this rank when the process that asked for it is gone: a process that is killed cannot end its ranks."""
     multiprocessing.parent_process().join()
     os._exit(1)
 
@@ -114,7 +113,7 @@ def wait_for_ranks(processes: list[BaseProcess]) -> None:
 
 @contextmanager
 def changed_environment(changes: dict[str, str]) -> Iterator[None]:
-    """Variables set inside, and everything as it was afterwards."""
+    """Environment variables set inside; all are restored afterwards."""
     before = dict(os.environ)
     os.environ.update(changes)
     try:

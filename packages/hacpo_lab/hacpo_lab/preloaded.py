@@ -1,4 +1,4 @@
-"""The imports that the server of an experiment's or a campaign's runs makes once, so that its forks start at once.
+"""Imports of the fork server of jobs, made once so that its forks start at once.
 
 The modules of vLLM here are those that it would import itself when its first engine starts.
 """
@@ -21,9 +21,9 @@ import vllm.v1.worker.gpu_worker
 
 import hacpo_mega.trainer.trainer
 
-# Two million objects that every collection of a child would walk, and whose pages it would copy.
+# Else every garbage collection of a child would walk two million objects, and copy their pages.
 gc.collect()
 gc.freeze()
-# The server ends at once when its queue has ended: taking two million objects down would print what Triton's bindings
-# leak on the user's terminal. Its children have an end of their own.
+# The server ends without the interpreter's clean-up, in which Triton's bindings print their leaks on the user's
+# terminal. Its children end otherwise.
 atexit.register(os._exit, 0)

@@ -30,10 +30,10 @@ STEPS = 5
 class ByEvents(Campaign):
     """Fault n strikes as soon as step n + 1 is logged: on any machine, all of them do."""
 
-    def _draw(self, number: int, before: list[Attempt], *, is_running: bool) -> Fault:
+    def _next_fault(self, number: int, before: list[Attempt], *, is_running: bool) -> Fault:
         while self._on_disk()[1] <= number:
             time.sleep(0.02)
-        return dataclasses.replace(super()._draw(number, before, is_running=is_running), moment_s=0.0)
+        return dataclasses.replace(super()._next_fault(number, before, is_running=is_running), moment_s=0.0)
 
 
 @pytest.fixture(scope="module")

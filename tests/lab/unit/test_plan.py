@@ -20,7 +20,7 @@ from hacpo_lab.planning.kinds import KINDS
 from hacpo_lab.planning.plan import make_plan
 from hacpo_lab.planning.published import PUBLISHED, planned_seconds, ratios, worst_ratio
 from hacpo_lab.planning.refusals import refusals
-from hacpo_lab.planning.search import find_ways, lightest
+from hacpo_lab.planning.search import find_layouts, lightest
 from hacpo_mega.cli.app import app
 from hacpo_mega.models.flops import forward_flops
 from hacpo_mega.models.public import PUBLIC_NAMES, public_architecture
@@ -97,7 +97,7 @@ def planned_on(config: Path, cluster: Path, *overrides: str):
 
 def fits(planned: Planned, work: dict, machines) -> bool:
     plan = make_plan(planned, work, machines)
-    return not refusals(planned, plan, work, find_ways(planned, work, machines))
+    return not refusals(planned, plan, work, find_layouts(planned, work, machines))
 
 
 def command(*arguments: object) -> str:
@@ -162,7 +162,7 @@ def test_more_devices_are_never_slower(tmp_path):
     walls = []
     for nodes in (1, 2, 3, 4):
         planned, work, machines = planned_on(PAIR, of_kind(tmp_path, "h100", nodes))
-        ways = find_ways(planned, work, machines)
+        ways = find_layouts(planned, work, machines)
         walls.append(ways.best.wall_s)
         seconds = [way.wall_s for way in ways.frontier]
         assert seconds == sorted(seconds, reverse=True)
@@ -187,7 +187,7 @@ def test_a_faster_device_is_never_slower(tmp_path):
 def test_the_best_way_is_the_plan_of_its_overrides(tmp_path):
     """The search judged agent by agent; a plan of all of them says the same, where they really lie."""
     planned, work, machines = planned_on(PAIR, ON[PAIR])
-    best = find_ways(planned, work, machines).best
+    best = find_layouts(planned, work, machines).best
     again = planned_on(PAIR, ON[PAIR], *best.overrides())
     assert make_plan(*again).wall_s == pytest.approx(best.wall_s)
 
@@ -316,7 +316,7 @@ def test_a_model_that_fits_nowhere_is_told_what_memory_it_needs(tmp_path):
     assert "No number of devices is enough" in found
     for gib, holds in ((needed - 1, False), (needed, True)):
         planned, work, machines = planned_on(PAIR, of_kind(tmp_path, "h100", 32, device={"memory_gib": float(gib)}))
-        assert (find_ways(planned, work, machines).best is not None) is holds
+        assert (find_layouts(planned, work, machines).best is not None) is holds
 
 
 def test_a_smaller_engine_is_proposed_before_more_nodes(tmp_path):

@@ -1,14 +1,15 @@
 """A run that is struck by faults at random moments, and started again until it is finished.
 
-    OUT/undisturbed/   the same run left undisturbed: what the other is held against
-    OUT/run/           the run under faults
-    OUT/attempts/      what the ranks of every start of it wrote, and attempts.jsonl: what it met and how it ended
-    OUT/campaign.json  what all of it is of: options, configuration, digests of its files
+    OUT/undisturbed/    the same run left undisturbed, the reference
+    OUT/run/            the run under faults
+    OUT/attempts/       the output of the ranks, by start
+    OUT/attempts.jsonl  the faults and the end of every start
+    OUT/campaign.json   the identity of the campaign: options, configuration, digests of its files
     OUT/chaos.json, OUT/table.txt
 
 The ranks are forked from a server (hacpo_lab/forked.py) and do what those of `hacpo-mega train` do; a start costs
-seconds. A campaign that was ended itself goes on where it was, when it is asked for again.
-Elsewhere: what a fault does (faults.py), and what must be equal in the end (verdict.py).
+seconds. A campaign that was itself ended goes on where it was, when it is started again.
+Elsewhere: the effect of a fault (faults.py), and the comparison at the end (verdict.py).
 """
 
 import json
@@ -40,33 +41,32 @@ from hacpo_mega.models.files.documents import json_file, parse_json
 from hacpo_mega.models.files.replacing import replace_file
 
 PRELOAD = "hacpo_lab.preloaded"
-PEACE = "undisturbed_ranks"
-# Seconds of a start and of a step, before any has been seen.
-START_S, STEP_S = 20.0, 2.0
-LONGER = 1.5
-LOOK_S = 0.1  # between two looks at how far the run is
-MOST_SAID = 3  # differences from what an OUT is of
-RECENT = 5  # steps that say how fast the machine is at present
-# Beyond stall_s, until a rank that was stopped for good must have been named: else the job has not noticed.
+UNDISTURBED_RANKS = "undisturbed_ranks"  # folder of the output of the undisturbed run's ranks
+START_S, STEP_S = 20.0, 2.0  # assumed seconds of a start and of a step, until some are measured
+LONGER = 1.5  # a start that was struck is taken to need this times the seconds that it had
+LOOK_S = 0.1  # seconds between two looks at the run's progress
+MOST_NAMED = 3  # differences from the campaign that an OUT has
+RECENT = 5  # steps from which the present speed of the machine is estimated
+# Seconds beyond stall_s in which the job must end after a fault: else the job has not noticed it.
 NOTICE_S = 120.0
 PHASE = re.compile(r"in phase (\w+)")
 SURVIVED = ("pause",)  # faults that must not end a run
 
 
 class ChaosError(Exception):
-    """An end that no fault explains: a start that is refused, a run that fails by itself."""
+    """The run ended, or was refused, without a fault that explains it."""
 
 
 @dataclass(frozen=True)
 class Attempt:
     """One start of the run under faults, as attempts.jsonl keeps it. Times are seconds since the epoch.
 
-    opened       when the run folder was opened, which is when the job goes on; None where it did not come so far
-    resumed      the step that it went on from; None with `opened`
-    struck       (fault, when); the last one has ended the attempt, unless all statuses are 0
-    last_step    the last step in metrics.jsonl when it had ended      committed   the newest step on disk then
-    phase        in which the last fault found the job, as its ranks say; None when none could
-    unnoticed    a fault that the job has not ended by itself in time
+    opened       when the run folder was opened, from when on the job makes progress; None if it never was
+    resumed      the step from which it resumed; None with `opened`
+    struck       (fault, time); the last one has ended the attempt, unless all statuses are 0
+    last_step    the last step in metrics.jsonl at the end      committed   the newest checkpoint at the end
+    phase        of the job when the last fault struck, as its ranks reported it; None when none could
+    unnoticed    whether the job did not end in time after a fault that must end it
     """
 
     launched: float
@@ -97,9 +97,9 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Campaign:
-    """The task: a run, the number and kinds of its faults, the seed they are drawn from, what a rank of the run does.
+    """A run, the number and kinds of its faults, the seed that they are drawn from, and the function of a rank.
 
-    `config` is the run's; its run_dir is OUT/run.
+    `config` is that of the run under faults; its run_dir is OUT/run.
     """
 
     config: Config
@@ -112,7 +112,7 @@ class Campaign:
     @cached_property
     def _server(self) -> JobServer:
         server = JobServer(PRELOAD)
-        server.start()  # else the first start would seem to take as long as the server's imports
+        server.start()  # else the server's imports would count as seconds of the first start
         return server
 
     @property
@@ -121,28 +121,28 @@ class Campaign:
         return RankMap.of(self.config).world_size
 
     def require_same(self) -> None:
-        """Notes what the campaign is of in OUT/campaign.json. ValueError, one line, where another has begun there."""
-        asked = {"--faults": self.num_faults, "--seed": self.seed, "--kinds": list(self.kinds)}
-        now = asked | plain(self.config) | {"inputs": run_contents(self.config), "run_dir": "OUT/run"}
-        note = self.out / "campaign.json"
+        """Writes the campaign's identity to OUT/campaign.json. ValueError, one line, where another has begun there."""
+        options = {"--faults": self.num_faults, "--seed": self.seed, "--kinds": list(self.kinds)}
+        identity = options | plain(self.config) | {"inputs": run_contents(self.config), "run_dir": "OUT/run"}
+        file = self.out / "campaign.json"
         if any((self.out / begun).exists() for begun in ("undisturbed", "run", "attempts.jsonl")):
-            found = map(str, changes(json_file(note), now)) if note.exists() else ["it lacks campaign.json"]
-            if said := "; ".join(list(found)[:MOST_SAID]):
-                raise ValueError(f"{self.out} is of another campaign: {said}; give another --out")
-        replace_file(note, json.dumps(now), synced=True)
+            found = map(str, changes(json_file(file), identity)) if file.exists() else ["it lacks campaign.json"]
+            if differences := "; ".join(list(found)[:MOST_NAMED]):
+                raise ValueError(f"{self.out} is of another campaign: {differences}; give another --out")
+        replace_file(file, json.dumps(identity), synced=True)
 
     def run_undisturbed(self, run_dir: Path) -> None:
-        """Runs the configuration undisturbed, unless it lies there finished. ChaosError when it fails."""
+        """Runs the configuration undisturbed, unless a finished run is there. ChaosError when it fails."""
         if exported_steps(run_dir) == self.config.num_steps:
             return
-        folder = self.out / PEACE
+        folder = self.out / UNDISTURBED_RANKS
         with self._ranks(folder, self.config.model_copy(update={"run_dir": run_dir})) as processes:
-            statuses = _ended(processes)
+            statuses = _exit_statuses(processes)
         if set(statuses) != {0}:
             raise ChaosError(f"the undisturbed run failed, exit statuses {statuses}: {_last_line(folder)}")
 
     def run_under_faults(self) -> Iterator[Attempt]:
-        """Starts the run until it is finished; yields every start. ChaosError for an end that no fault explains."""
+        """Starts the run until it is finished; yields the attempts. ChaosError for an end that no fault explains."""
         attempts = self.attempts()
         while not (attempts and attempts[-1].is_done):
             attempt = self._attempt(attempts)
@@ -152,15 +152,15 @@ class Campaign:
             yield attempt
 
     def attempts(self) -> list[Attempt]:
-        """Every start so far, the first one first."""
+        """Every attempt so far, in order."""
         lines = self._log.read_text(encoding="utf-8").splitlines() if self._log.exists() else []
         attempts = []
         for number, line in enumerate(lines, start=1):
             try:
-                attempts.append(_parsed(parse_json(line)))
+                attempts.append(_attempt_of(parse_json(line)))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                what = f"{self._log}, line {number}: not a start of this campaign ({error})"
-                raise ValueError(f"{what}; give another --out") from error
+                problem = f"{self._log}, line {number}: not a start of this campaign ({error})"
+                raise ValueError(f"{problem}; give another --out") from error
         return attempts
 
     @property
@@ -177,15 +177,15 @@ class Campaign:
         unnoticed = False
         with ranks as processes:
             while number < self.num_faults:
-                fault = self._draw(number, before, is_running=bool(struck))
+                fault = self._next_fault(number, before, is_running=bool(struck))
                 if self._await_moment(fault, processes, launched):
                     break
                 struck.append((fault, time.time()))
                 number += 1
-                is_over, unnoticed = self._suffer(fault, processes)
+                is_over, unnoticed = self._strike_and_wait(fault, processes)
                 if is_over:
                     break
-            statuses = _ended(processes)
+            statuses = _exit_statuses(processes)
         opened, resumed = opened_since(self.config.run_dir, launched)
         committed, last_step = self._on_disk()
         attempt = Attempt(
@@ -203,12 +203,12 @@ class Campaign:
         _require_explained(attempt, max([safe, *(earlier.committed for earlier in before)]), folder)
         return attempt
 
-    def _draw(self, number: int, before: list[Attempt], *, is_running: bool) -> Fault:
-        """The next fault, at a moment up to which the run does on average what is left of it by the faults left.
+    def _next_fault(self, number: int, before: list[Attempt], *, is_running: bool) -> Fault:
+        """The next fault, at a moment before which the run does on average its share of the remaining steps.
 
-        A moment is uniform over a start (start_s) and n steps, of which the start is lost: on average
-        step_s n^2 / 2 over start_s + n step_s steps are done, which is to be `share`. Where the run has survived the
-        fault before, `is_running`, its start is over.
+        The share of each remaining fault is the same. A moment is uniform over a start (start_s) and n steps (step_s),
+        and no step is done during the start: on average step_s n^2 / 2 / (start_s + n step_s) steps are done, which is
+        to be `share`. Where the run has survived the fault before (`is_running`) there is no start.
         """
         start_s, step_s = self._pace(before)
         start_s = 0.0 if is_running else start_s
@@ -225,9 +225,9 @@ class Campaign:
         )
 
     def _await_moment(self, fault: Fault, processes: list[BaseProcess], launched: float) -> bool:
-        """Waits until the fault is due; whether the run has ended before.
+        """Waits until the fault is due; True if the run has ended before.
 
-        It is due earlier where the run is so fast that it would leave less than a step to each of the later faults.
+        It is due earlier where the run is so fast that less than a step would be left to each of the later faults.
         """
         end = time.monotonic() + fault.moment_s
         latest = max(self._on_disk()[0] + 1, self.config.num_steps - (self.num_faults - fault.number))
@@ -237,19 +237,19 @@ class Campaign:
         return _wait(processes, 0.0)
 
     def _pace(self, before: list[Attempt]) -> tuple[float, float]:
-        """Seconds of a start and of a step, as the last ones were: a machine that others use is not always as fast."""
+        """Seconds of a start and of a step by the last ones, since the speed of a shared machine varies."""
         start_s = self._first_start_s()
         for attempt in before:
             if attempt.opened is not None:
                 start_s = attempt.opened - attempt.launched
-            else:  # struck before it had started: a start takes longer than that
+            else:  # struck before its start was over, which takes longer than that
                 start_s = max(start_s, LONGER * (attempt.ended - attempt.launched))
         steps = list((step_seconds(self.config.run_dir) or step_seconds(self.out / "undisturbed")).values())
         return start_s, median(steps[-RECENT:]) if steps else STEP_S
 
     def _first_start_s(self) -> float:
-        """Seconds that the start of the undisturbed run has taken, where this campaign has made it."""
-        launched, opened = self.out / PEACE / "config.toml", read_starts(self.out / "undisturbed")
+        """Seconds of the start of the undisturbed run, if this campaign has made that run; else START_S."""
+        launched, opened = self.out / UNDISTURBED_RANKS / "config.toml", read_starts(self.out / "undisturbed")
         return opened[-1]["time_unix_s"] - launched.stat().st_mtime if launched.exists() and opened else START_S
 
     def _on_disk(self) -> tuple[int, int]:
@@ -263,8 +263,8 @@ class Campaign:
             return max((step for step, of_step in steps if of_step.timing["time_unix_s"] > since), default=0)
         return 0
 
-    def _suffer(self, fault: Fault, processes: list[BaseProcess]) -> tuple[bool, bool]:
-        """Strikes, and waits until the fault is over: (whether the job has ended, whether it had to be ended)."""
+    def _strike_and_wait(self, fault: Fault, processes: list[BaseProcess]) -> tuple[bool, bool]:
+        """Strikes, and waits until the fault is over: (whether the job has ended, whether it did not end by itself)."""
         pids = [process.pid for process in processes]
         strike(fault, pids)
         if fault.lasts_s is not None:
@@ -286,16 +286,16 @@ class Campaign:
 
 
 def opened_since(run_dir: Path, launched: float) -> tuple[float, int] | tuple[None, None]:
-    """(when a run launched at `launched` opened its folder, the step it went on from); None, None: it did not.
+    """(time at which a run launched at `launched` opened its folder, step from which it resumed); None, None: never.
 
-    Told by the time: a run that finds no checkpoint moves the folder aside and counts its starts from 0 again.
+    The start is found by its time: a run that finds no checkpoint moves the folder aside and counts its starts anew.
     """
     starts = [start for start in read_starts(run_dir) if start["time_unix_s"] > launched]
     return (starts[0]["time_unix_s"], starts[0]["steps_done"]) if starts else (None, None)
 
 
 def step_seconds(run_dir: Path) -> dict[int, float]:
-    """Wall seconds of every step that counts, from whatever the run wrote before it."""
+    """Wall seconds of every step that counts, since the last line that the run wrote before it, of any file."""
     metrics = run_dir / "metrics.jsonl"
     if not metrics.exists():
         return {}
@@ -308,23 +308,23 @@ def step_seconds(run_dir: Path) -> dict[int, float]:
 
 
 def _wait(processes: list[BaseProcess], seconds: float) -> bool:
-    """Waits at most so long for a process to end; whether one has."""
+    """Waits at most so long for a process to end; True if one has."""
     return bool(connection.wait([process.sentinel for process in processes], timeout=seconds))
 
 
-def _ended(processes: list[BaseProcess]) -> list[int | None]:
-    """The exit statuses, when all have ended or one has failed and the others have had their last words."""
+def _exit_statuses(processes: list[BaseProcess]) -> list[int | None]:
+    """Waits for the ranks (forked.wait_for_ranks); their exit statuses, None for one that still runs."""
     wait_for_ranks(processes)
     return [process.exitcode for process in processes]
 
 
-def _parsed(line: dict) -> Attempt:
+def _attempt_of(line: dict) -> Attempt:
     struck = tuple((Fault(**fault | {"ranks": tuple(fault["ranks"])}), when) for fault, when in line.pop("struck"))
     return Attempt(struck=struck, statuses=tuple(line.pop("statuses")), **line)
 
 
 def _require_explained(attempt: Attempt, committed: int, folder: Path) -> None:
-    """ChaosError for an end that no fault explains, and when step `committed`, which was on disk, has been lost."""
+    """ChaosError for an end that no fault explains, and when the checkpoint of step `committed` has been lost."""
     if attempt.resumed not in (None, committed) or attempt.committed < committed:
         raise ChaosError(
             f"step {committed} was committed, but the run went on from {attempt.resumed} and has {attempt.committed} "
@@ -332,14 +332,14 @@ def _require_explained(attempt: Attempt, committed: int, folder: Path) -> None:
         )
     last = attempt.struck[-1][0].kind if attempt.struck else None
     if not attempt.is_done and (last is None or last in SURVIVED):
-        met = "no fault struck" if last is None else f"a {last} must not end it"
-        raise ChaosError(f"the run failed, exit statuses {attempt.statuses}, and {met}: {_last_line(folder)}")
+        reason = "no fault struck" if last is None else f"a {last} must not end it"
+        raise ChaosError(f"the run failed, exit statuses {attempt.statuses}, and {reason}: {_last_line(folder)}")
     if 2 in attempt.statuses:
         raise ChaosError(f"the run was refused: {_last_line(folder)}")
 
 
 def _phase(folder: Path) -> str | None:
-    """The phase that the ranks of an attempt name as the one in which it ended."""
+    """The phase in which an attempt ended, by the messages of its ranks; None if there is none."""
     for file in sorted(folder.glob("*.err")):
         for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
             if " stops: " in line or " was told to end " in line:

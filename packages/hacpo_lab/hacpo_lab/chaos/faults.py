@@ -1,4 +1,4 @@
-"""The faults that can happen to a run's processes, done from outside: signals and the limits that the kernel keeps.
+"""The faults that are injected into a run's processes from outside, by signals and resource limits.
 
     kill-one, kill-all   SIGKILL to one rank, or to all of them at once
     stop                 SIGSTOP to one rank, for good: the job must name it after `stall_s` and end
@@ -7,7 +7,7 @@
     memory               one rank gets no more memory, for a while (RLIMIT_AS): an exception in whatever phase it is in
     term                 SIGTERM to all ranks, as a scheduler sends it
 
-Nothing in the trainer knows of them. Elsewhere: when they strike, and what became of the run (campaign.py).
+The trainer has no code for them. Elsewhere: their moments, and the end of the run (campaign.py).
 """
 
 import os
@@ -22,17 +22,16 @@ from pathlib import Path
 KINDS = ("kill-one", "kill-all", "stop", "pause", "disk", "memory", "term")
 OF_ALL_RANKS = ("kill-all", "disk", "term")
 LIMITS = {"disk": resource.RLIMIT_FSIZE, "memory": resource.RLIMIT_AS}
-# Share of stall_s: a rank that is longer silent may be taken for one that hangs.
-LONGEST_PAUSE = 0.5
+LONGEST_PAUSE = 0.5  # share of stall_s; a rank that is silent for longer may be taken for one that hangs
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault that is to come.
+    """A fault that is planned.
 
     number     counts over the campaign      kind      one of KINDS
-    moment_s   seconds until it strikes      lasts_s   seconds until it is taken back; None: it is not
-    ranks      whom it strikes
+    moment_s   seconds until it strikes      lasts_s   seconds until it is taken back; None: never
+    ranks      that it strikes
     """
 
     number: int
@@ -63,7 +62,7 @@ def draw_fault(
 
 
 def strike(fault: Fault, processes: Sequence[int]) -> None:
-    """Does it to the processes, given by rank. One that has just ended is left alone."""
+    """Injects the fault into its ranks; `processes` are all pids, by rank. One that has just ended is left alone."""
     signals = {"kill-one": signal.SIGKILL, "kill-all": signal.SIGKILL, "term": signal.SIGTERM}
     for process in (processes[rank] for rank in fault.ranks):
         with suppress(ProcessLookupError, FileNotFoundError):

@@ -1,4 +1,4 @@
-"""A campaign as a table for people and as chaos.json: what each fault cost, and whether the run is the same."""
+"""A campaign as a table for people and as chaos.json: the cost of each fault, and the comparison of the runs."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -17,8 +17,8 @@ HEADER = ("fault", "struck", "ended the job", "not noticed", "steps done again",
 class Cost:
     """The cost of one fault.
 
-    ended_job    whether it did      lost_steps   finished steps that were done again
-    recovery_s   until the run went on; None: it has not stopped, or not gone on yet
+    ended_job    whether it ended the job      lost_steps   finished steps that were done again
+    recovery_s   seconds until the run was open again; None: it did not end, or has not resumed yet
     """
 
     kind: str
@@ -30,7 +30,7 @@ class Cost:
 
 
 def costs(attempts: Sequence[Attempt]) -> list[Cost]:
-    """The cost of every fault, in order. One whose recovery was struck again counts until the run went on at last."""
+    """The cost of every fault, in order. If a further fault strikes the recovery, it counts until the run is open."""
     found = []
     for number, attempt in enumerate(attempts):
         for place, (fault, when) in enumerate(attempt.struck):
@@ -50,7 +50,7 @@ def costs(attempts: Sequence[Attempt]) -> list[Cost]:
 
 
 def training_share(attempts: Sequence[Attempt], run_dir: Path) -> float:
-    """ETTR: seconds of the steps that count over all seconds in which the run was being started or ran."""
+    """Effective training time ratio: seconds of the steps that count, over all seconds of starts and of running."""
     whole = sum(attempt.ended - attempt.launched for attempt in attempts)
     return sum(step_seconds(run_dir).values()) / whole if whole else 0.0
 
@@ -69,7 +69,7 @@ def table(attempts: Sequence[Attempt], run_dir: Path, verdict: Verdict | None) -
         "",
         f"Starts: {len(attempts)}. Phases in which a fault ended the job: {counted or 'none'}.",
         f"Share of time spent in steps that count (ETTR): {training_share(attempts, run_dir):.3f}.",
-        *_said(verdict),
+        *_verdict_lines(verdict),
     ]
     return "\n".join(lines)
 
@@ -89,7 +89,7 @@ def _row(name: str, found: Sequence[Cost]) -> list[str]:
     ]
 
 
-def _said(verdict: Verdict | None) -> Iterator[str]:
+def _verdict_lines(verdict: Verdict | None) -> Iterator[str]:
     if verdict is None:
         yield "The run goes on."
         return

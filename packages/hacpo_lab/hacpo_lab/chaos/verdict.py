@@ -1,6 +1,6 @@
-"""The comparison of a finished run under faults: every bit of what it has learnt, and a ledger of what it trained.
+"""The comparison of a finished run under faults with the undisturbed one, bit by bit, and a ledger of its answers.
 
-Elsewhere: whether every start went on from the newest committed step, which is seen as it happens (campaign.py).
+Elsewhere: the check that every start resumed from the newest committed step, made at each start (campaign.py).
 """
 
 from collections.abc import Iterator
@@ -16,8 +16,10 @@ from hacpo_mega.logbook.files.rollout_log import read_rollouts
 
 @dataclass(frozen=True)
 class Verdict:
-    """problems        a line for everything that is not as it must be; none: the faults have changed nothing
-    num_shards      files of weights, main weights and moments whose SHA-256 was compared, of the last checkpoint
+    """The result of the comparison.
+
+    problems        a line for every difference; empty: the faults have changed nothing
+    num_shards      files of weights, main weights and moments of the last checkpoint whose SHA-256 was compared
     num_files       exported files that were compared      num_values   metrics that were compared
     num_trained     answers trained by each learner, by its name, in the steps that count
     """
@@ -30,7 +32,7 @@ class Verdict:
 
 
 def compare(run_dir: Path, undisturbed: Path, config: Config) -> Verdict:
-    """Holds a finished run against the same one that was left undisturbed, and its answers against its ledger."""
+    """Compares a finished run with the undisturbed one, and the answers that it trained on with its log of answers."""
     shards, exported = _shards(run_dir, config.num_steps), _exported(run_dir)
     values, expected = (read_metrics(run / "metrics.jsonl") for run in (run_dir, undisturbed))
     problems = [
@@ -52,7 +54,7 @@ def compare(run_dir: Path, undisturbed: Path, config: Config) -> Verdict:
 
 
 def _shards(run_dir: Path, step: int) -> dict[str, str]:
-    """SHA-256 of the shards of a checkpoint, as its record has them; the bytes are compared at every start."""
+    """SHA-256 of the shards of a checkpoint, from its record, against which every start checks the files."""
     files = read_checkpoint(folder_of(run_dir, step)).files
     return {path: file.sha256 for path, file in files.items() if path.endswith(".distcp")}
 
@@ -63,7 +65,7 @@ def _exported(run_dir: Path) -> dict[str, str]:
 
 
 def _flat(metrics: dict) -> dict[str, str]:
-    """Every value of every step, written out: NaN equals itself, and a float is its own text to the last bit."""
+    """The repr of every value of every step: exact for a float, and NaN equals NaN."""
     return {f"step {n}: {name}": repr(value) for n, step in metrics.items() for name, value in step.values.items()}
 
 
@@ -87,13 +89,13 @@ def _lines(run_dir: Path, num_steps: int) -> Iterator[str]:
 
 
 def _ledger(run_dir: Path, step: int, config: Config, problems: list[str]) -> Iterator[tuple[str, int]]:
-    """(learner, answers it has trained) of a step; adds to `problems` where not every answer is there exactly once."""
+    """(learner, number of answers that it trained on) of a step; adds to `problems` where answers miss or repeat."""
     prompts = read_rollouts(run_dir, step)
     keys = [
         (line["prompt_index"], answer["agent"], answer["rollout"]) for line in prompts for answer in line["answers"]
     ]
-    owed = config.training.prompts_per_step * config.answers_per_prompt * len(config.agents)
-    if len(set(keys)) != len(keys) or len(keys) != owed:
-        problems.append(f"step {step}: {len(keys)} answers are logged, {len(set(keys))} different ones, of {owed}")
+    expected = config.training.prompts_per_step * config.answers_per_prompt * len(config.agents)
+    if len(set(keys)) != len(keys) or len(keys) != expected:
+        problems.append(f"step {step}: {len(keys)} answers are logged, {len(set(keys))} different ones, of {expected}")
     for agent in config.agents:
         yield agent.name, sum(agent.name in answer["ratio"] for line in prompts for answer in line["answers"])

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hacpo_lab.throughput.measure import MeasuredStep
     from hacpo_lab.throughput.workload import Workload
 
-    Found = Mapping[str, Sequence[Sequence[MeasuredStep]]]
+    StepsByBlock = Mapping[str, Sequence[Sequence[MeasuredStep]]]
 
 
 def bench(
@@ -61,7 +61,7 @@ def bench(
         from hacpo_lab.throughput.bench import Bench
 
         run = Bench(blocks, rounds, num_steps, warm_up, work)
-        (_tell_scaling if scaling else _tell)(run, out, _facts(workload, rounds, steps, warm_up))
+        (_report_scaling if scaling else _report_schedules)(run, out, _facts(workload, rounds, steps, warm_up))
 
 
 def _workload(file: Path, overrides: Sequence[str], replay: Path | None, answer_tokens: int | None) -> "Workload":
@@ -89,30 +89,30 @@ def _blocks(file: Path, overrides: Sequence[str], work: Path, num_steps: int, wo
     if workload.steps and (unmixed is not None or scaling):
         raise ValueError("--replay has the prompts and rewards of its run: leave it out with --scaling and --unmixed")
     if unmixed is None and not scaling:
-        found = []
+        blocks = []
         for schedule in schedules_of(config):
             try:
                 loaded = load_schedule(file, overrides, schedule, work / "run", num_steps)
             except ValueError as error:
-                if schedule.name != IN_TURNS:  # what may not fit is its agents' memory on the same devices
+                if schedule.name != IN_TURNS:  # all agents on the same devices may not fit into their memory
                     raise
                 say(f"left out: {error}")
             else:
-                found.append(Block(schedule.name, loaded, workload))
-        return found
+                blocks.append(Block(schedule.name, loaded, workload))
+        return blocks
     alone = load_schedule(file, overrides, Schedule(config.algorithm.method), work / "run", num_steps)
     return scaling_blocks(alone, workload) if scaling else with_and_without(alone, workload, unmixed)
 
 
 def require_folder(out: Path) -> None:
-    """Before minutes are spent on what could not be written."""
+    """Makes the folder of the results, before minutes are spent on them. ValueError where it cannot be made."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"--out {out}: no folder can be made there ({error.strerror}); give another") from error
 
 
-def run_blocks(run: "Bench") -> "Found":
+def run_blocks(run: "Bench") -> "StepsByBlock":
     """The measured steps of every block, by ranks that are forked from a server."""
     from hacpo_lab.experiments.campaign import PRELOAD
     from hacpo_lab.forked import JobServer
@@ -120,7 +120,7 @@ def run_blocks(run: "Bench") -> "Found":
     return run.run(JobServer(PRELOAD), bench_rank)
 
 
-def _tell(run: "Bench", out: Path, facts: Mapping[str, str]) -> None:
+def _report_schedules(run: "Bench", out: Path, facts: Mapping[str, str]) -> None:
     from hacpo_lab.throughput.figure import draw_throughput
     from hacpo_lab.throughput.summary import summarize
     from hacpo_lab.throughput.table import to_csv, to_json, to_markdown
@@ -130,9 +130,9 @@ def _tell(run: "Bench", out: Path, facts: Mapping[str, str]) -> None:
     models = {agent.name: Architecture.from_folder(agent.model) for agent in agents}
     adapters = {agent.name: agent.adapters(models[agent.name]) for agent in agents}
     shared = {block.name for block in run.blocks if block.config.placement == "shared"}
-    found = run_blocks(run)
     summaries = [
-        summarize(name, rounds, models, adapters=adapters, takes_turns=name in shared) for name, rounds in found.items()
+        summarize(name, rounds, models, adapters=adapters, takes_turns=name in shared)
+        for name, rounds in run_blocks(run).items()
     ]
     markdown = to_markdown(facts, summaries)
     for name, text in (("md", markdown), ("csv", to_csv(summaries)), ("json", to_json(facts, summaries))):
@@ -141,7 +141,7 @@ def _tell(run: "Bench", out: Path, facts: Mapping[str, str]) -> None:
     say(f"\n{markdown}\nwritten to {out}/bench.*")
 
 
-def _tell_scaling(run: "Bench", out: Path, facts: Mapping[str, str]) -> None:
+def _report_scaling(run: "Bench", out: Path, facts: Mapping[str, str]) -> None:
     import json
 
     from hacpo_lab.throughput.scaling import scaling_rows

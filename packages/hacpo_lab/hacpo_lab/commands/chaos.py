@@ -17,8 +17,7 @@ from hacpo_mega.config.checks.input_checks import missing_models
 from hacpo_mega.logbook.run.provenance import exported_steps
 from hacpo_mega.models.files.visible import say
 
-# A rank that is stopped for good costs so long each time; the run's own default is for nodes that other jobs slow down.
-STALL_S = 30.0
+STALL_S = 30.0  # each stopped rank costs so long; the key's own default suits nodes that other jobs slow down
 
 
 def chaos(
@@ -38,8 +37,8 @@ def chaos(
 
     The key stall_s is 30 unless given.
     """
-    asked = tuple(kinds.split(","))
-    if unknown := sorted(set(asked) - set(KINDS)):
+    chosen_kinds = tuple(kinds.split(","))
+    if unknown := sorted(set(chosen_kinds) - set(KINDS)):
         raise ValueError(f"--kinds: {', '.join(unknown)} is not known. Known: {', '.join(KINDS)}")
     given = list(overrides or [])
     if not any(item.startswith("stall_s=") for item in given):
@@ -55,7 +54,7 @@ def chaos(
     from hacpo_lab.chaos.verdict import compare
     from hacpo_mega.logbook.run.run_lock import RunLock
 
-    campaign = Campaign(config, out, faults, seed, asked, train_rank)
+    campaign = Campaign(config, out, faults, seed, chosen_kinds, train_rank)
     reference = undisturbed or out / "undisturbed"
     with RunLock(out, "--out"):
         campaign.require_same()
@@ -70,7 +69,7 @@ def chaos(
         verdict = compare(config.run_dir, reference, config)
         attempts = campaign.attempts()
         say(write_table(out, attempts, config.run_dir, verdict))
-        if (struck := sum(len(attempt.struck) for attempt in attempts)) < faults:
-            say(f"the run was over when {struck} of {faults} faults had struck: give it more num_steps")
+        if (num_struck := sum(len(attempt.struck) for attempt in attempts)) < faults:
+            say(f"the run was over when {num_struck} of {faults} faults had struck: give it more num_steps")
     if verdict.problems:
         raise typer.Exit(1)

@@ -37,9 +37,9 @@ def plan(
     from hacpo_lab.planning.cluster_file import load_cluster
     from hacpo_lab.planning.configuration import Lengths, load_planned, work_of
     from hacpo_lab.planning.plan import make_plan
-    from hacpo_lab.planning.refusals import refusals, tried
-    from hacpo_lab.planning.search import find_ways
-    from hacpo_lab.planning.table import as_json, shown
+    from hacpo_lab.planning.refusals import refusals, runnable
+    from hacpo_lab.planning.search import find_layouts
+    from hacpo_lab.planning.table import as_json, as_text
     from hacpo_mega.data.reading.files import refuse_overwriting, replacing
 
     if json_file is not None:
@@ -48,14 +48,14 @@ def plan(
     planned = load_planned(config_file, overrides or (), cluster)
     lengths = Lengths(prompt_tokens, answer_tokens, turns, others_tokens, environment_s)
     work = {agent.name: work_of(planned.config, lengths) for agent in planned.config.agents}
-    found = make_plan(planned, work, cluster)
-    ways = tried(planned, work, cluster, find_ways(planned, work, cluster))
-    if problems := refusals(planned, found, work, ways):
+    as_configured = make_plan(planned, work, cluster)
+    layouts = runnable(planned, work, cluster, find_layouts(planned, work, cluster))
+    if problems := refusals(planned, as_configured, work, layouts):
         raise ValueError("\n".join(f"{config_file}: {problem}" for problem in problems))
-    say(shown(found, ways))
+    say(as_text(as_configured, layouts))
     if json_file is not None:
         try:
             with replacing(json_file) as file:
-                file.write(as_json(found, ways))
+                file.write(as_json(as_configured, layouts))
         except OSError as error:
             raise ValueError(f"--json {json_file}: cannot be written ({error.strerror}); give a file") from error

@@ -1,6 +1,6 @@
-"""The work of a rank that is forked for an experiment, a fault campaign or a benchmark, and not started by `train`.
+"""The functions of ranks that are forked for an experiment, a fault campaign or a benchmark.
 
-Imports are inside functions: who asks for ranks must not load what they do.
+Imports are inside functions: a command that asks for ranks must not load the trainer.
 """
 
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ def train_rank(config_file: str) -> None:
 
 
 def experiment_rank(config_file: str, answers_test: bool) -> None:
-    """Runs one rank of an experiment's run, which at its end `answers_test` sets of prompts that no run else reads."""
+    """Runs one rank of an experiment's run; with `answers_test` its agent answers the test set at the end."""
     from hacpo_lab.experiments.final_answers import answer_test_set
     from hacpo_mega.config import load_config
     from hacpo_mega.trainer.trainer import Trainer

@@ -1,8 +1,8 @@
-"""The queue of an experiment: runs what is missing, one run after the other, until nothing is.
+"""The queue of an experiment: runs the missing cells, one after the other, until none is missing.
 
-A run's ranks write into a folder of their own under work_dir/running; its JSON file in `results` appears whole, when
-the run is over, and from then on the run is never made again. So whatever moment the queue is killed at, it loses at
-most the run that was going on. A run that fails is moved to work_dir/failed and the queue goes on.
+A run's ranks write into a folder of their own under work_dir/running. When the run is over its JSON file appears in
+`results`, whole, and from then on the run is never made again. So a queue that is killed loses at most the run that
+was going on. A run that fails is moved to work_dir/failed, and the queue goes on.
 Elsewhere: which run is next (order.py), and what the results show (evidence.py).
 """
 
@@ -46,7 +46,7 @@ WarmStartRank = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a queue: runs it made, runs that failed, and those of the grid that are still missing."""
+    """The result of a queue: runs that it made, runs that failed, and those of the grid that are still missing."""
 
     num_made: int
     failed: tuple[Cell, ...]
@@ -62,9 +62,9 @@ def run_campaign(
 ) -> Outcome:
     """Runs at most `limit` missing cells of this machine's part, in order.
 
-    `train_rank(config_file, answers_test)` is what each rank of a run does, `warm_start_rank(config_file)` what it does
-    where models of a seed's own are missing. ValueError, before any run, for a grid or a results folder that must not
-    be used; and when the source changes while the queue runs, since results are of one source.
+    Each rank of a run calls `train_rank(config_file, answers_test)`, and before it `warm_start_rank(config_file)` where
+    the seed's own models are missing. ValueError, before any run, for a grid or a results folder that must not be used;
+    and when the source changes while the queue runs, since results are of one source.
     """
     identities = check_identities(check_cells(grid))
     commit = _source()
@@ -83,7 +83,7 @@ def run_campaign(
 
 @dataclass(frozen=True)
 class Queue:
-    """The things that a queue's runs share: the grid, what they must be, the source, the server, what ranks do."""
+    """A queue of runs that share a grid, expected identities, a commit, a fork server, and the functions of ranks."""
 
     grid: Grid
     identities: Mapping[Setting, Identity]
@@ -108,22 +108,22 @@ class Queue:
                 failed.append(cell)
                 continue
             num_made += 1
-            found = ", ".join(f"{agent} {values[-1]:.3f}" for agent, values in result.curves.accuracy.items())
-            whole = f"{num_done(self.grid, scores)}/{num_cells(self.grid, scores)}"
-            say(f"{whole} {cell.name}: {found} ({time.monotonic() - start:.0f} s)")
+            accuracies = ", ".join(f"{agent} {values[-1]:.3f}" for agent, values in result.curves.accuracy.items())
+            progress = f"{num_done(self.grid, scores)}/{num_cells(self.grid, scores)}"
+            say(f"{progress} {cell.name}: {accuracies} ({time.monotonic() - start:.0f} s)")
         num_missing = num_cells(self.grid, scores) - num_done(self.grid, scores)
-        if num_made and not num_missing:  # nobody writes here any more
+        if num_made and not num_missing:  # no machine writes a result of this grid any more
             pack_results(self.grid.results, read_results(self.grid)[0].values())
         return Outcome(num_made, tuple(failed), num_missing)
 
     def scores(self, part: Part) -> dict[Cell, float]:
-        """The scores of finished cells, as they lie on disk: files of another machine may come at any time."""
+        """The scores of finished cells, read anew: files of another machine may come at any time."""
         results, _ = read_results(self.grid)
         require_same(self.grid, results, self.identities, self.commit, part)
         return {cell: result.score for cell, result in results.items()}
 
     def make(self, cell: Cell) -> Result | None:
-        """Runs a cell and writes its result; None when it failed, which is told and kept."""
+        """Runs a cell and writes its result; None when it failed, in which case its folder is kept."""
         running = self.grid.work_dir / "running"
         running.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f"{cell.name}.", dir=running))
@@ -137,19 +137,19 @@ class Queue:
         if set(statuses) == {0}:
             statuses = job(self.train_rank, str(file), cell.stage == "reported" and bool(final_prompts(config)))
         agents = tuple(agent.name for agent in config.agents)
-        every = config.evaluation.every_steps
-        found = measure(config.run_dir, agents, every) if set(statuses) == {0} else None
-        if found is None:
+        is_done, every_steps = set(statuses) == {0}, config.evaluation.every_steps
+        measured = measure(config.run_dir, agents, every_steps) if is_done else None
+        if measured is None:
             self.keep_failed(cell, folder, statuses)
             return None
-        result = self.result_of(cell, config, found)
+        result = self.result_of(cell, config, measured)
         write_result(self.grid.results, result)
         if self.grid.keep_runs:
             _replace(config.run_dir, self.grid.work_dir / "runs" / cell.name)
         shutil.rmtree(folder)
         return result
 
-    def result_of(self, cell: Cell, config: Config, found: Measured) -> Result:
+    def result_of(self, cell: Cell, config: Config, measured: Measured) -> Result:
         """A finished run's result. ValueError when the source is no longer the one that the queue began with."""
         if (now := _source()) != self.commit:
             raise ValueError(
@@ -169,26 +169,26 @@ class Queue:
             overrides=tuple(overrides_of(self.grid, cell)),
             identity=self.identities[cell.regime, cell.method].model_copy(update={"models": model_digests(config)}),
             final=read_final_answers(config.run_dir, config),
-            **dict(found),
+            **dict(measured),
         )
 
     def keep_failed(self, cell: Cell, folder: Path, statuses: list[int | None]) -> None:
         """Moves a failed run to work_dir/failed, with its statuses and the last lines that its ranks wrote."""
         kept = self.grid.work_dir / "failed" / cell.name
         _replace(folder, kept)
-        last = {}
+        failure = {}
         for rank, status in enumerate(statuses):
-            errors = kept / f"{rank}.err"  # not there for a rank that ended before it could open it
+            errors = kept / f"{rank}.err"  # missing for a rank that ended before it could open the file
             lines = errors.read_text(encoding="utf-8", errors="replace").splitlines() if errors.exists() else []
-            last[f"rank {rank}"] = {"status": str(status), "last_lines": lines[-LAST_LINES:]}
-        (kept / "failure.toml").write_text(tomli_w.dumps(last, multiline_strings=True), encoding="utf-8")
-        said = [line for rank in last.values() for line in rank["last_lines"] if line.strip()]
-        say(f"{cell.name} FAILED, exit statuses {statuses}: {said[-1] if said else 'it said nothing'}")
+            failure[f"rank {rank}"] = {"status": str(status), "last_lines": lines[-LAST_LINES:]}
+        (kept / "failure.toml").write_text(tomli_w.dumps(failure, multiline_strings=True), encoding="utf-8")
+        messages = [line for rank in failure.values() for line in rank["last_lines"] if line.strip()]
+        say(f"{cell.name} FAILED, exit statuses {statuses}: {messages[-1] if messages else 'it said nothing'}")
         say(f"  kept in {kept}; the queue goes on, and the next start tries it again")
 
 
 def _source() -> str:
-    """The commit, or the version that is installed, which outside a checkout says what a result is of."""
+    """The commit or, outside a checkout, the installed version."""
     return source_commit() or f"v{installed_versions().get('hacpo_mega')}"
 
 

@@ -1,12 +1,12 @@
 """The comparison of two methods' runs: mean, standard deviation, paired bootstrap interval. Pure functions.
 
-Runs are paired by seed: one seed has the same prompts in the same order for every method, so what a seed makes easy or
-hard for both cancels in their difference. The interval is the percentile bootstrap (Efron 1979) of the mean of the
-differences, by the draws of scipy.stats.bootstrap, whose import takes a second: with few seeds it is too narrow rather
-than too wide, and below MIN_PAIRS none is given.
+Runs are paired by seed: one seed has the same prompts in the same order for every method, so the part that a seed makes
+easy or hard for both cancels in their difference. The interval is the percentile bootstrap (Efron 1979) of the mean of
+the differences, with the draws of scipy.stats.bootstrap, whose import would take a second. With few seeds it is too
+narrow rather than too wide; below MIN_PAIRS none is given.
 
 Where the answer of every run to every prompt is known, seeds and prompts are resampled independently of each other, so
-that the interval speaks of other prompts, too (Owen, "The pigeonhole bootstrap", 2007: conservative, not exact).
+that the interval covers other prompts, too (Owen, "The pigeonhole bootstrap", 2007: conservative, not exact).
 """
 
 import functools
@@ -22,7 +22,7 @@ NUM_RESAMPLES = 10_000
 NUM_CROSSED = 2_000  # resamples of seeds and prompts
 CONFIDENCE = 0.95
 BOOTSTRAP_SEED = 0
-SAME = 2e-6  # between scores that rounding alone may tell apart: a result keeps six digits of an agent's accuracy
+SAME = 2e-6  # scores that differ by less may differ by rounding: a result keeps six digits of an agent's accuracy
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,13 @@ class Difference:
 
 
 def summarize(values: Sequence[float]) -> Summary:
-    """At least one value."""
+    """The summary of at least one value."""
     return Summary(fmean(values), stdev(values) if len(values) > 1 else None, len(values))
 
 
 @dataclass(frozen=True)
 class Ends:
-    """The ends of a method's runs, by seed: accuracies, and the answers that they are means of where those are known.
+    """Accuracies at the end of a method's runs, by seed, and the answers that they are means of, where known.
 
     An answer is 0 or 1, a mean of several agents' lies between. Each skill has an array [prompts], the same prompts for
     all seeds and methods; an accuracy is the mean over skills of their means.
@@ -110,7 +110,7 @@ def crossed_interval(differences: Sequence[Sequence[np.ndarray]], confidence: fl
 
 @functools.lru_cache(maxsize=16)
 def _resample(size: int, stream: int) -> np.ndarray:
-    """Shares of `size` things in NUM_CROSSED draws of as many with replacement, float64 [NUM_CROSSED, size]."""
+    """Weights of `size` items in NUM_CROSSED bootstrap resamples, float64 [NUM_CROSSED, size]; each row sums to 1."""
     rng = np.random.default_rng((BOOTSTRAP_SEED, stream))
     return rng.multinomial(size, np.full(size, 1 / size), size=NUM_CROSSED) / size
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from hacpo_lab.experiments.evidence import ALL_AGENTS, MethodEvidence, RegimeEvidence
+from hacpo_lab.experiments.table import names_of
 from hacpo_mega.report.canvas import panels, report_style, to_inline_svg, to_png
 from hacpo_mega.report.catalogue import AGENT_COLOURS
 from hacpo_mega.report.plots import Picture
@@ -14,7 +15,7 @@ DASHES = ("solid", (0, (5, 2)), (0, (1, 1.5)))
 
 @dataclass(frozen=True)
 class XAxis:
-    """The x axis of accuracy. `values` are at the evaluated steps, empty where the runs did not count it."""
+    """An x axis of accuracy. `values` gives a method's numbers at its evaluated steps; empty if runs have no counts."""
 
     stem: str
     label: str
@@ -32,7 +33,7 @@ X_AXES = (
 def draw_curves(name: str, regime: RegimeEvidence, ablation_of: Mapping[str, str]) -> list[Picture]:
     """A figure per x-axis that any method has numbers for; a panel per agent, and one for the mean of all.
 
-    `ablation_of` says whose learning rate a method takes: such methods have a figure of their own, beside that one.
+    `ablation_of` has the methods that take another's learning rate: they share a figure of their own with that one.
     """
     pictures = []
     ablations = [method for method in regime.methods if {method} & {*ablation_of, *ablation_of.values()}]
@@ -47,14 +48,13 @@ def draw_curves(name: str, regime: RegimeEvidence, ablation_of: Mapping[str, str
 
 
 def _draw(stem: str, title: str, regime: RegimeEvidence, x_axis: XAxis, methods: list[str]) -> Picture:
-    shown = regime.agents if len(regime.agents) == 1 else (*regime.agents, ALL_AGENTS)
-    figure, axes = panels(len(shown), 2, 3.4)
-    lines = []
-    for agent, axis in zip(shown, axes):
+    names = names_of(regime)
+    figure, axes = panels(len(names), 2, 3.4)
+    for agent, axis in zip(names, axes):
         axis.set_title("mean of all agents" if agent == ALL_AGENTS else agent)
         if axis.get_xlabel():  # the lowest of each column
             axis.set_xlabel(x_axis.label)
-        lines = []
+        lines = []  # one per method, the same in all panels: the legend needs those of one
         for method in methods:
             colour, dashes = _look(regime, method)
             x, curve = x_axis.values(regime.methods[method]), regime.methods[method].curves[agent]
@@ -64,8 +64,8 @@ def _draw(stem: str, title: str, regime: RegimeEvidence, x_axis: XAxis, methods:
     axes[0].set_ylabel(f"{regime.measure} on held-out prompts")
     figure.legend(lines, methods, loc="outside lower center", ncols=5, frameon=False, fontsize=8.5)
     note = "Mean over seeds; the shade is one standard deviation between seeds to both sides."
-    shown = f"{title}: {regime.measure} against {x_axis.label}"
-    return Picture(stem, shown, note, to_png(figure), to_inline_svg(figure, stem))
+    title = f"{title}: {regime.measure} against {x_axis.label}"
+    return Picture(stem, title, note, to_png(figure), to_inline_svg(figure, stem))
 
 
 def _look(regime: RegimeEvidence, method: str) -> tuple[str, str | tuple]:

@@ -1,6 +1,6 @@
-"""Everything that the results of a grid show, as frozen records: what table.py, page.py and evidence.json write down.
+"""Everything that the results of a grid show, as frozen records; table.py, page.py and evidence.json write it down.
 
-Nothing here depends on when or in which order the runs were made. Seconds are kept under that name and no other.
+Nothing here depends on when or in which order the runs were made, except what is named `seconds`.
 """
 
 import dataclasses
@@ -14,9 +14,9 @@ from hacpo_lab.experiments.grid import Cell, Grid
 from hacpo_lab.experiments.order import Tuned, known_cells, num_cells, num_done, reported_cells, tuned
 from hacpo_lab.experiments.result import GREEDY, SAMPLED, Result, window_sizes
 
-ALL_AGENTS = "mean"  # what the mean over agents is called beside their names
-SAMPLED_MEAN = "mean sampled"  # the same of answers that are sampled as in training
-# Metrics of a run under agent/<learner>/from/<source>/ that say what a source's answers did to its learner.
+ALL_AGENTS = "mean"  # key of the mean over agents, beside their names
+SAMPLED_MEAN = "mean sampled"  # key of that mean for answers that are sampled as in training
+# Metrics of a run under agent/<learner>/from/<source>/: the effects of a source's answers on the learner.
 CROSS = ("grad_share", "grad_cosine", "inside", "ratio_mean", "weight_mean", "weight_ess", "positive_share")
 
 
@@ -32,7 +32,7 @@ class Band:
 class MethodEvidence:
     """A method in a regime. Accuracies are those at the end of a run, by agent and for ALL_AGENTS.
 
-    They are those of the test set, each skill alike, where runs have answered it (then for SAMPLED_MEAN, too), else of
+    They are on the test set, the mean over skills, where runs have answered it (then for SAMPLED_MEAN, too), else on
     the validation set.
     """
 
@@ -56,8 +56,8 @@ class MethodEvidence:
     seconds: tuple[float, ...]
     """At the steps, mean over seeds, without evaluations."""
     cross: Mapping[str, Mapping[str, float]]
-    """By "<learner>/from/<source>": what the runs measured of learning from each other (CROSS), mean over steps and
-    seeds, windows by their steps. A number that no run measured is absent; empty where nobody learns from others."""
+    """By "<learner>/from/<source>": the metrics of CROSS, mean over steps and seeds. A metric that no run measured is
+    absent; empty where nobody learns from others."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,10 @@ def regime_evidence(
     rates: Mapping[str, Tuned | None],
     tuned_as: Mapping[str, str],
 ) -> RegimeEvidence:
-    """A regime by its reported runs, method by method: all of the same agents, those of a method at the same steps."""
+    """The evidence of a regime from its reported runs, by method.
+
+    All runs need the same agents, those of one method the same evaluated steps.
+    """
     every = [result for results in reported.values() for result in results]
     agents = every[0].agents
     has_test_set = all(result.final is not None for result in every)
@@ -171,13 +174,13 @@ def _warm_starts(results: Sequence[Result]) -> tuple[WarmStarts, ...]:
 
 
 def _differences(
-    of: str, method: str, ends: Mapping[str, Mapping[str, Ends]], confidence: float
+    base: str, method: str, ends: Mapping[str, Mapping[str, Ends]], confidence: float
 ) -> dict[str, Difference]:
-    """A method minus `of`, by agent and for ALL_AGENTS; empty for a method and itself, and without a common seed."""
-    if method == of or of not in ends:
+    """A method minus `base`, by agent and for ALL_AGENTS; empty for a method and itself, and without a common seed."""
+    if method == base or base not in ends:
         return {}
-    found = {name: paired_difference(mine, ends[of][name], confidence) for name, mine in ends[method].items()}
-    return {name: difference for name, difference in found.items() if difference is not None}
+    differences = {name: paired_difference(own, ends[base][name], confidence) for name, own in ends[method].items()}
+    return {name: difference for name, difference in differences.items() if difference is not None}
 
 
 def _ends(results: Sequence[Result], has_test_set: bool) -> dict[str, Ends]:
@@ -186,18 +189,18 @@ def _ends(results: Sequence[Result], has_test_set: bool) -> dict[str, Ends]:
     names = {name: (name,) for name in agents} | {ALL_AGENTS: agents}
     if not has_test_set:
         return {name: Ends({result.seed: accuracy_of(result, name)[-1] for result in results}) for name in names}
-    found = {name: _answers(results, GREEDY, chosen) for name, chosen in names.items()}
+    ends = {name: _test_set_ends(results, GREEDY, chosen) for name, chosen in names.items()}
     if all(result.final.sampled for result in results):
-        found[SAMPLED_MEAN] = _answers(results, SAMPLED, agents)
-    return found
+        ends[SAMPLED_MEAN] = _test_set_ends(results, SAMPLED, agents)
+    return ends
 
 
-def _answers(results: Sequence[Result], how: str, agents: Sequence[str]) -> Ends:
-    """The answers of some agents to the test set, mean over them, skill by skill."""
+def _test_set_ends(results: Sequence[Result], sampling: str, agents: Sequence[str]) -> Ends:
+    """The ends of runs on the test set, mean over some agents, skill by skill."""
     by_seed = {}
     for result in results:
-        right = [result.final.right(how, agent) for agent in agents]
-        by_seed[result.seed] = [sum(one[skill] for one in right) / len(right) for skill in result.final.num_prompts]
+        right = [result.final.right(sampling, agent) for agent in agents]
+        by_seed[result.seed] = [sum(r[skill] for r in right) / len(right) for skill in result.final.num_prompts]
     return Ends.of(by_seed)
 
 
@@ -237,12 +240,13 @@ def _cross(results: Sequence[Result], learner: str, source: str) -> dict[str, fl
     """The effect of a source's answers on a learner; empty for a pair that did not learn from each other."""
     names = {name: f"agent/{learner}/from/{source}/{name}" for name in CROSS}
     names |= {"omega": f"omega/{learner}/{source}", "own_positive_share": f"agent/{learner}/self/positive_share"}
-    found = {}
+    means = {}
     for name, metric in names.items():
         windows = (zip(window_sizes(r), r.diagnosis.values.get(metric, ())) for r in results)
-        if known := [(value, size) for of_run in windows for size, value in of_run if value is not None]:
-            found[name] = fmean(*zip(*known))
-    return found if found.keys() & set(CROSS) else {}
+        if weighted := [(value, size) for of_run in windows for size, value in of_run if value is not None]:
+            values, sizes = zip(*weighted)
+            means[name] = fmean(values, weights=sizes)
+    return means if means.keys() & set(CROSS) else {}
 
 
 def accuracy_of(result: Result, name: str) -> tuple[float, ...]:
@@ -270,7 +274,7 @@ def _band(curves: Sequence[Sequence[float]]) -> Band:
 
 
 def _over_agents(counts: Sequence[Mapping[str, Sequence[int]]]) -> tuple[float, ...]:
-    """Added up over agents, then the mean over runs; empty unless every run has counted."""
+    """The sum over agents, then the mean over runs; empty if a run has no counts."""
     if not all(counts):
         return ()
     return _columns_mean([[sum(column) for column in zip(*run.values(), strict=True)] for run in counts])
@@ -281,7 +285,7 @@ def _columns_mean(rows: Iterable[Sequence[float]]) -> tuple[float, ...]:
 
 
 def _jsonable(value: Any) -> Any:
-    """JSON's keys are texts: a learning rate becomes one as Python writes it."""
+    """Plain values for JSON, whose keys are strings: a learning rate becomes its repr."""
     if isinstance(value, Mapping):
         return {key if isinstance(key, str) else repr(key): _jsonable(inside) for key, inside in value.items()}
     return [_jsonable(inside) for inside in value] if isinstance(value, list | tuple) else value

@@ -1,7 +1,7 @@
-"""The test set of an experiment: every agent answers all of it once a run has ended, and one bit an answer is kept.
+"""The test set of an experiment: every agent answers it once when a run has ended, and one bit an answer is kept.
 
-The evaluations of a run are for validation: they choose learning rates. The prompts here are read nowhere else, and a
-run that only tunes never reads them. Answers are greedy, as a deployed model gives them, and sampled at the temperature
+The evaluations of a run are for validation: they choose learning rates. The prompts of the test set are used nowhere
+else, also not in a run that only tunes. Answers are greedy, as from a deployed model, and sampled at the temperature
 of training, since the two can rank methods differently. Only the built-in arithmetic has such a set.
 """
 
@@ -43,32 +43,31 @@ def answer_test_set(trainer: "Trainer") -> None:
     mine = final_prompts(config)[place.rank_map.share_of_agent(place.coordinate)]
     longest = config.evaluation.max_answer_tokens or config.rollout.max_answer_tokens
     temperatures = {GREEDY: 0.0} if config.roles else {GREEDY: 0.0, SAMPLED: config.rollout.temperature}
-    found: dict[str, list[str]] = {}
-    for how, temperature in temperatures.items():
+    right: dict[str, list[str]] = {}
+    for sampling, temperature in temperatures.items():
         answers = rollout.answer_once(mine, longest, config.num_steps, temperature)
         judged = zip(mine, trainer.judge.judge(mine, answers)) if place.is_leader else ()
-        found[how] = [prompt.id for prompt, judgement in judged if judgement.is_judged and judgement.reward == 1.0]
+        right[sampling] = [prompt.id for prompt, judgement in judged if judgement.is_judged and judgement.reward == 1.0]
     if place.is_leader:
         folder = config.run_dir / FOLDER
         folder.mkdir(exist_ok=True)
         file = folder / f"{rollout.name}.cell_{place.coordinate.cell}.json"
-        file.write_text(json.dumps(found), encoding="utf-8")
+        file.write_text(json.dumps(right), encoding="utf-8")
 
 
 def read_final_answers(run_dir: Path, config: Config) -> FinalAnswers | None:
-    """The answers that a run's cells have written; None where the run answered no test set."""
+    """The final answers from the files of a run's cells; None where the run answered no test set."""
     prompts, files = final_prompts(config), sorted((run_dir / FOLDER).glob("*.json"))
     if not files:
         return None
     right: dict[str, dict[str, set[str]]] = {GREEDY: {}, SAMPLED: {}}
     for file in files:
         agent = file.name.partition(".cell_")[0]
-        for how, ids in json.loads(file.read_text(encoding="utf-8")).items():
-            right[how].setdefault(agent, set()).update(ids)
-    numbers = {skill: sum(prompt.skill == skill for prompt in prompts) for skill in config.data.skills}
+        for sampling, ids in json.loads(file.read_text(encoding="utf-8")).items():
+            right[sampling].setdefault(agent, set()).update(ids)
     return FinalAnswers(
         prompts=final_digest(prompts),
-        num_prompts=numbers,
+        num_prompts={skill: sum(prompt.skill == skill for prompt in prompts) for skill in config.data.skills},
         greedy=dict(_bits(prompts, right[GREEDY])),
         sampled=dict(_bits(prompts, right[SAMPLED])),
     )

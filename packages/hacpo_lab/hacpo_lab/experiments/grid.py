@@ -24,7 +24,7 @@ Rate = Annotated[float, Field(strict=True, gt=0.0, le=1.0)]
 Stage = Literal["tuning", "reported"]
 NAME_MAX, PID_DIGITS = 255, 7
 
-# Settings that the grid itself makes in every run.
+# Overrides that the grid itself gives to every run.
 OWN_KEYS = re.compile(r"(run_dir|seed|agents\.[^.]+\.optimizer\.lr)=")
 OWN_MODEL = re.compile(r"agents\.[^.]+\.model=")
 
@@ -138,17 +138,17 @@ def load_grid(path: Path) -> Grid:
     except ValidationError as error:
         lines = readable_problems(error, table, Grid)
         raise ValueError("\n".join(f"{path}: {line}" for line in lines)) from error
-    checks = (_seed_problems, _method_problems, _own_keys, _folder_problems, _long_names)
+    checks = (_seed_problems, _method_problems, _reserved_overrides, _folder_problems, _name_problems)
     if problems := [problem for check in checks for problem in check(grid)]:
         raise ValueError("\n".join(f"{path}: {problem}" for problem in problems))
     return grid
 
 
 def overrides_of(grid: Grid, cell: Cell) -> list[str]:
-    """The changes that a cell makes in its regime's file, except the run folder; the later one holds."""
+    """The overrides of a cell to its regime's file, except the run folder; of two to one key the later holds."""
     given = (*grid.regimes[cell.regime].set, *grid.methods[cell.method].set)
-    own = [f"agents.{agent}.model={str(folder)!r}" for agent, folder in warm_starts_of(grid, cell).items()]
-    return [*given, *own, f"seed={cell.seed}", f"agents.*.optimizer.lr={cell.learning_rate!r}"]
+    models = [f"agents.{agent}.model={str(folder)!r}" for agent, folder in warm_starts_of(grid, cell).items()]
+    return [*given, *models, f"seed={cell.seed}", f"agents.*.optimizer.lr={cell.learning_rate!r}"]
 
 
 def warm_starts_of(grid: Grid, cell: Cell) -> dict[str, Path]:
@@ -162,13 +162,13 @@ def warm_starts_of(grid: Grid, cell: Cell) -> dict[str, Path]:
 
 def config_of_cell(grid: Grid, cell: Cell, run_dir: Path) -> Config:
     """The checked configuration of a cell. ValueError with one line per problem."""
-    # A run that fails is made again from its start, so what it would go on from is never read.
-    own = [f"run_dir={str(run_dir)!r}", "checkpoint.every_steps=0", "checkpoint.every_minutes=0.0"]
-    return load_config(grid.regimes[cell.regime].config, [*overrides_of(grid, cell), *own])
+    # A run that fails is made again from its start, so its checkpoints would never be read.
+    further = [f"run_dir={str(run_dir)!r}", "checkpoint.every_steps=0", "checkpoint.every_minutes=0.0"]
+    return load_config(grid.regimes[cell.regime].config, [*overrides_of(grid, cell), *further])
 
 
 def _folder_problems(grid: Grid) -> Iterator[str]:
-    """Names the folders that an experiment writes and that cannot be folders."""
+    """The folders that an experiment writes, where a file is in the way."""
     for key, folder in (("results", grid.results), ("work_dir", grid.work_dir)):
         file = next((path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()), None)
         if file is not None:
@@ -215,7 +215,7 @@ def _rate_problems(grid: Grid, name: str, other: str | None) -> Iterator[str]:
             yield f"learning_rate_of {other!r}: that method does not run in regimes.{regime}, where this one does"
 
 
-def _own_keys(grid: Grid) -> Iterator[str]:
+def _reserved_overrides(grid: Grid) -> Iterator[str]:
     tables = [(f"regimes.{name}", regime.set) for name, regime in grid.regimes.items()]
     tables += [(f"methods.{name}", method.set) for name, method in grid.methods.items()]
     for key, overrides in tables:
@@ -226,7 +226,7 @@ def _own_keys(grid: Grid) -> Iterator[str]:
                 yield f"{key}.set: {override!r}: models are those of warm_starts; leave one of the two out"
 
 
-def _long_names(grid: Grid) -> Iterator[str]:
+def _name_problems(grid: Grid) -> Iterator[str]:
     """Names that make a run's folder or file longer than a file system takes."""
     rate, seed = max(map(repr, grid.possible_rates()), key=len), max((*grid.seeds, *grid.tuning_seeds))
     for regime in grid.regimes:

@@ -19,8 +19,8 @@ from hacpo_mega.logbook.run.run_inputs import own_code
 def identity_of(config: Config) -> Identity:
     """Reads model and data files of a configuration. ValueError when it has no held-out prompts to read."""
     return Identity(
-        config=digest_of(_what_a_method_is(config)),
-        held_out=digest_of(_how_it_is_measured(config)),
+        config=digest_of(_method_settings(config)),
+        held_out=digest_of(_evaluation_settings(config)),
         models=model_digests(config),
     )
 
@@ -37,8 +37,8 @@ def folder_digest(folder: Path) -> str:
     return digest_of([(file.name, file_digest(file)) for file in files])
 
 
-def _what_a_method_is(config: Config) -> dict[str, Any]:
-    """All that changes results, but the seed and the learning rate, which a grid varies; not what layouts round.
+def _method_settings(config: Config) -> dict[str, Any]:
+    """All that changes results by more than a layout's rounding, except the seed and the learning rate of a grid.
 
     Models are compared by their own digests, wherever they lie.
     """
@@ -50,7 +50,7 @@ def _what_a_method_is(config: Config) -> dict[str, Any]:
     return {**table, "training_files": [data_digest(file) for file in config.data.files], **own_code(config)}
 
 
-def _how_it_is_measured(config: Config) -> dict[str, Any]:
+def _evaluation_settings(config: Config) -> dict[str, Any]:
     # Unlimited: which prompts are too long for an agent follows from its tokenizer, a part of its model folder.
     prompts, _ = held_out_prompts(config, lambda texts, _most: [0] * len(texts))
     return {
@@ -63,7 +63,10 @@ def _how_it_is_measured(config: Config) -> dict[str, Any]:
 
 
 def _reward(reward: RewardConfig) -> dict[str, Any]:
-    """Without what came later than stored results and is not used: they would be of another identity."""
-    later = {name for name in ("range", "parts") if getattr(reward, name) == getattr(RewardConfig(), name)}
-    unread = {"num_workers", "max_unjudged_share", "while_sampling"}
-    return reward.model_dump(mode="json", exclude=unread | later)
+    """The settings of a reward that change judgements.
+
+    Keys that are younger than stored results are left out at their default, or these would be of another identity.
+    """
+    younger = {name for name in ("range", "parts") if getattr(reward, name) == getattr(RewardConfig(), name)}
+    without_effect = {"num_workers", "max_unjudged_share", "while_sampling"}
+    return reward.model_dump(mode="json", exclude=without_effect | younger)

@@ -1,6 +1,6 @@
 """The order of a grid's runs, and the learning rate that a method's tuning runs chose. Pure functions.
 
-`scores` is what is known: for every finished cell the accuracy at the end of its run, mean over all agents.
+`scores` has, for every finished cell, the accuracy at the end of its run, mean over all agents.
 A regime's tuning runs come first, method by method; then its reported seeds, every method on the first before any on
 the second, so that a queue that is cut short leaves whole pairs.
 """
@@ -54,10 +54,10 @@ EVERYTHING = Part(0, 1)
 
 @dataclass(frozen=True)
 class Tuned:
-    """The rate of a method in a regime: the one with the best mean over the tuning seeds, of equals the smaller.
+    """The rate of a method in a regime: that with the best mean over the tuning seeds, the smallest of equal ones.
 
-    `mean_scores` has every rate that was tried, in order of size; none when the grid has a single rate. The rate is at
-    an `edge` of them where `further_rates` of the grid were not enough.
+    `mean_scores` has every rate that was tried, in order of size; empty when the grid has a single rate. The rate is at
+    an `edge` of them where the grid's `further_rates` were not enough.
     """
 
     learning_rate: float
@@ -65,7 +65,7 @@ class Tuned:
 
     @property
     def edge(self) -> str | None:
-        """The end of the tried rates that this one is, lowest or highest: a better one may lie beyond. Else None."""
+        """ "lowest" or "highest" if the rate is that of the tried ones: a better one may lie beyond. Else None."""
         if len(self.mean_scores) < 2:
             return None
         rates = list(self.mean_scores)
@@ -73,9 +73,9 @@ class Tuned:
 
 
 def tuning_cells(grid: Grid, regime: str, method: str, scores: Scores = NO_SCORES) -> list[Cell]:
-    """The runs that choose a method's rate, as far as they can be named by now: every rate on every tuning seed.
+    """The runs that choose a method's rate, every rate on every tuning seed, as far as the rates are known by now.
 
-    None for a method that takes another's rate.
+    Empty for a method that takes another's rate.
     """
     if grid.methods[method].learning_rate_of is not None or len(grid.learning_rates) == 1:
         return []
@@ -84,7 +84,7 @@ def tuning_cells(grid: Grid, regime: str, method: str, scores: Scores = NO_SCORE
 
 
 def tried_rates(grid: Grid, regime: str, method: str, scores: Scores) -> list[float]:
-    """The rates that a method is tried with, in order of size: the grid's, and those beyond a best one at an end."""
+    """The rates that a method is tried with, in order of size: the grid's, and others while the best is at an end."""
     rates = sorted(grid.learning_rates)
     for _ in range(grid.further_rates):
         means = _mean_scores(grid, regime, method, rates, scores)
@@ -114,7 +114,7 @@ def _best(means: Mapping[float, float]) -> float:
 
 
 def tuned(grid: Grid, regime: str, method: str, scores: Scores) -> Tuned | None:
-    """The rate of a method, None while a run that chooses it is missing."""
+    """The tuned rate of a method; None while a run that chooses it is missing."""
     if len(grid.learning_rates) == 1:
         return Tuned(grid.learning_rates[0], {})
     method = grid.tuned_as(method)
@@ -123,7 +123,7 @@ def tuned(grid: Grid, regime: str, method: str, scores: Scores) -> Tuned | None:
 
 
 def reported_cells(grid: Grid, regime: str, scores: Scores) -> list[Cell]:
-    """The runs of the table whose rate is known, seed by seed."""
+    """The reported runs of the methods whose rate is known, seed by seed."""
     rates = {method: tuned(grid, regime, method, scores) for method in grid.methods_of(regime)}
     return [
         Cell(regime, method, rate.learning_rate, seed, "reported")
@@ -134,7 +134,7 @@ def reported_cells(grid: Grid, regime: str, scores: Scores) -> list[Cell]:
 
 
 def known_cells(grid: Grid, scores: Scores) -> Iterator[Cell]:
-    """All runs of a grid that can be named by now, in order."""
+    """All runs of a grid that are known by now, in order; later ones depend on scores of these."""
     for regime in grid.regimes:
         for method in grid.methods_of(regime):
             yield from tuning_cells(grid, regime, method, scores)
@@ -147,7 +147,7 @@ def pending_cells(grid: Grid, scores: Scores, part: Part = EVERYTHING) -> list[C
 
 
 def num_cells(grid: Grid, scores: Scores = NO_SCORES) -> int:
-    """Runs of the whole grid, as far as it is known which rates have to be tried."""
+    """Number of runs of the whole grid, as far as the rates to try are known by now."""
     return sum(
         len(tuning_cells(grid, regime, method, scores)) + len(grid.seeds_of(method))
         for regime in grid.regimes
@@ -156,5 +156,5 @@ def num_cells(grid: Grid, scores: Scores = NO_SCORES) -> int:
 
 
 def num_done(grid: Grid, scores: Scores) -> int:
-    """Finished runs of the grid; those that were reported at a rate that is not the tuned one do not count."""
+    """Number of finished runs of the grid; a reported run at a rate other than the tuned one does not count."""
     return sum(cell in scores for cell in known_cells(grid, scores))

@@ -45,15 +45,15 @@ def render_page(
     parts = [tag("h1", "Experiment"), tag("div", state, class_="sub")]
     for name, regime in evidence.items():
         parts += [tag("h2", name), facts_grid(facts_of(regime))]
-        parts += [_section(found) for found in tables_of(regime, grid)]
+        parts += [_section(content) for content in tables_of(regime, grid)]
         parts += [render_picture(picture, "h3") for picture in pictures[name]]
     return whole_page(title, parts)
 
 
-def _section(found: Table) -> Html:
-    rows = [[_cell(text) for text in row] for row in found.rows]
-    note = tag("p", " ".join(found.notes), class_="note")
-    return join(tag("h3", found.title), note, table(list(found.head), rows, class_="numbers"))
+def _section(content: Table) -> Html:
+    rows = [[_cell(text) for text in row] for row in content.rows]
+    note = tag("p", " ".join(content.notes), class_="note")
+    return join(tag("h3", content.title), note, table(list(content.head), rows, class_="numbers"))
 
 
 def _cell(text: str) -> str:

@@ -1,8 +1,8 @@
-"""One finished run as a small JSON file: who made it, from what, and what it measured.
+"""One finished run as a small JSON file: its source, its inputs, and what it measured.
 
-Small enough to be committed and copied between machines (below 20 kB for runs of a few hundred steps); the run folder
-itself may go. Everything but `seconds` and `machine` repeats exactly when the run is repeated. A grid of which no run
-is missing is one file, runs.jsonl.
+The file is small enough to be committed and copied between machines (below 20 kB for a few hundred steps); the run
+folder itself is not needed any more. Everything but `seconds` and `machine` repeats exactly when the run is repeated.
+The runs of a grid without a missing one are packed into one file, runs.jsonl.
 """
 
 import json
@@ -28,12 +28,11 @@ from hacpo_mega.logbook.steps.held_out import are_accuracies, held_out, held_out
 from hacpo_mega.models.files.documents import one_line
 from hacpo_mega.models.files.replacing import replace_file
 
-# Metrics that follow from the configuration or say that a run is sound, and metrics kept at every evaluation.
+# Left out of a diagnosis: metrics that follow from the configuration, checks of a run, those kept at every evaluation.
 NO_DIAGNOSIS = re.compile(r".*/(lr|first_ratio_error|verdict/.*|view/.*|accuracy.*|eval/.*|num_[^/]*.*)")
 WINDOW = 10
 PACKED = "runs.jsonl"
-# Values of a file's diagnosis: long runs and many agents get longer windows, not larger files.
-MOST_VALUES = 600
+MOST_VALUES = 600  # of a diagnosis: long runs and many agents get longer windows, not larger files
 GREEDY, SAMPLED = "greedy", "sampled"
 Count = Annotated[int, Field(ge=0, le=LARGEST)]
 Number = Annotated[float, Field(ge=-MOST, le=MOST)]
@@ -60,7 +59,7 @@ class Diagnosis(Section):
 
 
 class Curves(Section):
-    """The findings of an evaluation and what had been spent on it, by agent, at the steps of `Result.steps`."""
+    """Accuracies, and the answers and updates spent so far, by agent, at the steps of `Result.steps`."""
 
     accuracy: dict[str, tuple[Number, ...]]
     """Over all held-out prompts: the mean reward."""
@@ -112,15 +111,14 @@ class FinalAnswers(Section):
     sampled: dict[str, Bits]
     """By agent; empty for conversations between roles, whose sampled answers are those of training."""
 
-    def right(self, how: str, agent: str) -> dict[str, np.ndarray]:
-        """Right answers of an agent by skill, 0 or 1, float64 [num_prompts], greedy or sampled."""
-        return {
-            skill: right_answers(bits, self.num_prompts[skill]) for skill, bits in getattr(self, how)[agent].items()
-        }
+    def right(self, sampling: str, agent: str) -> dict[str, np.ndarray]:
+        """By skill, 1 for a right answer of an agent and 0 for another, float64 [num_prompts]; GREEDY or SAMPLED."""
+        by_skill = getattr(self, sampling)[agent]
+        return {skill: right_answers(bits, self.num_prompts[skill]) for skill, bits in by_skill.items()}
 
 
 class Result(Measured):
-    """A finished run: what it measured, who made it, from what."""
+    """A finished run: what it measured, its source, and its inputs."""
 
     format: Literal[1] = 1
     """The format of this file."""
@@ -177,19 +175,19 @@ class Result(Measured):
 
 
 def measure(run_dir: Path, agents: Sequence[str], every_steps: int) -> Measured | None:
-    """Reads what a finished run folder has measured; None when an evaluation is missing, as one without a verdict is.
+    """Reads the measurements of a finished run folder; None when an evaluation is missing or judged no answer.
 
     Evaluations are due before training, every `every_steps` steps, and after the last step.
     """
     metrics = read_metrics(run_dir / "metrics.jsonl")
     due = tuple(step for step in metrics if step % every_steps == 0 or step == max(metrics))
-    found = {agent: [held_out(metrics[step].values, agent) for step in due] for agent in agents}
-    if any(None in points for points in found.values()):
+    by_agent = {agent: [held_out(metrics[step].values, agent) for step in due] for agent in agents}
+    if any(None in points for points in by_agent.values()):
         return None
     curves = Curves(
-        accuracy={agent: tuple(round(point.value, 6) for point in points) for agent, points in found.items()},
+        accuracy={agent: tuple(round(point.value, 6) for point in points) for agent, points in by_agent.items()},
         accuracy_by_skill={agent: skills for agent in agents if (skills := _by_skill(metrics, due, agent))},
-        is_graded=not are_accuracies(point for points in found.values() for point in points),
+        is_graded=not are_accuracies(point for points in by_agent.values() for point in points),
         generated_answers=_totals(metrics, due, agents, "num_answers"),
         trained_answers=_totals(metrics, due, agents, "num_trained_answers"),
         updates=_totals(metrics, due, agents, "num_updates"),
@@ -206,7 +204,7 @@ def diagnose(metrics: Mapping[int, StepMetrics]) -> Diagnosis:
     most_windows = max(1, min(10, MOST_VALUES // max(1, len(names))))
     size = max(WINDOW, -(-len(steps) // most_windows))
     windows = [steps[start : start + size] for start in range(0, len(steps), size)]
-    values = {name: tuple(_over(metrics, window, name) for window in windows) for name in names}
+    values = {name: tuple(_window_value(metrics, window, name) for window in windows) for name in names}
     return Diagnosis(steps_per_window=size, values=values)
 
 
@@ -217,7 +215,7 @@ def window_sizes(result: Measured) -> Iterator[int]:
 
 
 def this_machine() -> Machine:
-    """The processor's name as Linux says it."""
+    """This machine, with the processor's name as Linux reports it."""
     info = Path("/proc/cpuinfo")
     named = re.search(r"model name\s*: (.*)", info.read_text()) if info.is_file() else None
     return Machine(cpu=named[1] if named else platform.machine(), cores=os.cpu_count() or 1)
@@ -256,7 +254,7 @@ def pack_results(folder: Path, results: Collection[Result]) -> Path:
 
 
 def read_packed(folder: Path) -> Iterator[Result | ValueError]:
-    """The results of FOLDER/runs.jsonl, none where there is no such file; a problem in place of a line that is none."""
+    """The results of FOLDER/runs.jsonl, none without such a file; a ValueError in place of a line that is no result."""
     path = folder / PACKED
     try:
         lines = path.read_bytes().splitlines() if path.exists() else []
@@ -271,7 +269,7 @@ def read_packed(folder: Path) -> Iterator[Result | ValueError]:
 
 
 def parsed_result(content: Any, where: str) -> Result:
-    """The result in the bytes of a file, or in what JSON made of them. ValueError, one line, begun with `where`."""
+    """The result in the bytes of JSON, or in its parsed value. ValueError, one line that begins with `where`."""
     try:
         return (Result.model_validate_json if isinstance(content, bytes) else Result.model_validate)(content)
     except ValidationError as error:
@@ -283,7 +281,7 @@ def parsed_result(content: Any, where: str) -> Result:
 
 
 def read_result(path: Path) -> Result:
-    """ValueError, one line, for a file that is no result or that is not called as its run is."""
+    """The result in a file. ValueError, one line, for a file that is no result, or that has not the name of its run."""
     try:
         result = parsed_result(path.read_bytes(), str(path))
     except OSError as error:
@@ -325,10 +323,10 @@ def _seconds(metrics: Mapping[int, StepMetrics], steps: Sequence[int]) -> tuple[
     )
 
 
-def _over(metrics: Mapping[int, StepMetrics], steps: Sequence[int], name: str) -> float | None:
+def _window_value(metrics: Mapping[int, StepMetrics], steps: Sequence[int], name: str) -> float | None:
     """The value of a metric over a window: its mean, or its extreme. One number that is not finite makes it None."""
-    found = [metrics[step].values[name] for step in steps if name in metrics[step].values]
-    if not found or not all(map(math.isfinite, found)):
+    values = [metrics[step].values[name] for step in steps if name in metrics[step].values]
+    if not values or not all(map(math.isfinite, values)):
         return None
-    reduce = max if name.endswith("_max") else min if name.endswith("_min") else fmean
-    return float(f"{reduce(found):.4g}")
+    reduce = {"_max": max, "_min": min}.get(name[-4:], fmean)
+    return float(f"{reduce(values):.4g}")

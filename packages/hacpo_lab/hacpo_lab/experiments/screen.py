@@ -1,9 +1,9 @@
-"""The pulls of a grid's methods on the answers of a run that was kept: how much each prompt would count, untrained.
+"""A screening of a grid's methods on the logged answers of a run, without training: how much each prompt would count.
 
 An answer with advantage A and weight w adds w A grad log-prob to its learner (d loss / d mean log-prob = -w A).
-The pull of a prompt is the sum of w A over others' answers with A > 0: where every right answer is one text, sharing
-chooses nothing else than how much each prompt counts. A method whose pulls are another's, up to a factor that Adam
-removes, and whose own answers weigh alike, is not worth the seeds that could tell the two apart.
+The pull of a prompt is the sum of w A over others' answers with A > 0: where all right answers to a prompt are one
+text, sharing decides only how much each prompt counts. Two methods with the same pulls, up to a factor that Adam
+removes, and the same weights of own answers learn the same: seeds to tell them apart would be wasted.
 
 Ratios are those that the run has logged, of the update that trained an answer; an own answer that it did not train has
 ratio 1. Others' answers without a ratio are left out for all methods. Capabilities by skill are those of one step. Not
@@ -73,12 +73,12 @@ def screen(grid: Grid, run_dir: Path, reference: str, regime: str | None = None)
     if reference not in grid.methods_of(regime):
         raise ValueError(f"--beside {reference!r} is none of the methods: {', '.join(grid.methods_of(regime))}")
     names, steps = _read(run_dir)
-    chosen = {name: _algorithm(grid, regime, name) for name in grid.methods_of(regime)}
-    if chosen[reference] is None:
+    algorithms = {name: _algorithm(grid, regime, name) for name in grid.methods_of(regime)}
+    if algorithms[reference] is None:
         raise ValueError(f"--beside {reference!r} cannot be screened: {_why_not(grid.methods[reference].set)}")
     tables = []
     for learner, agent in enumerate(names):
-        pulls = {name: None if how is None else pull_of(steps, learner, how) for name, how in chosen.items()}
+        pulls = {name: None if a is None else pull_of(steps, learner, a) for name, a in algorithms.items()}
         rows = tuple(_rows(pulls, reference))
         head = ("method", "pull: cosine", "pull: size", "own: cosine", "others' over own", "trained answers", "")
         tables.append(Table(f"{agent}: pulls beside {reference}'s", head, rows, _notes()))
@@ -183,8 +183,8 @@ def _rows(pulls: Mapping[str, Pull | None], reference: str) -> Iterator[tuple[st
         cosine, own = _cosine(pull.prompts_P, base.prompts_P), _cosine(pull.own_P, base.own_P)
         over_own = pull.cross / float(pull.own_P.sum()) if pull.own_P.sum() else float("nan")
         ratios = float(pull.prompts_P.sum() / base.prompts_P.sum()), pull.num_trained / max(1, base.num_trained)
-        said = "as the reference" if name != reference and min(cosine, own) >= SAME else ""
-        yield (name, f"{cosine:.3f}", f"{ratios[0]:.2f}", f"{own:.3f}", f"{over_own:.2f}", f"{ratios[1]:.2f}", said)
+        remark = "as the reference" if name != reference and min(cosine, own) >= SAME else ""
+        yield (name, f"{cosine:.3f}", f"{ratios[0]:.2f}", f"{own:.3f}", f"{over_own:.2f}", f"{ratios[1]:.2f}", remark)
 
 
 def _cosine(one: Tensor, other: Tensor) -> float:

@@ -1,4 +1,4 @@
-"""The evidence as tables for people: cells of text, for Markdown and the page of watch here, as HTML by page.py."""
+"""The evidence as tables of text, for Markdown and the page of watch. Elsewhere: as HTML (page.py)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ NOTHING = "–"
 
 @dataclass(frozen=True)
 class Table:
-    """A titled table; `notes` say how to read it, one sentence each."""
+    """A table with a title; `notes` explain it, one sentence each."""
 
     title: str
     head: tuple[str, ...]
@@ -27,7 +27,7 @@ class Table:
 
 
 def tables_of(regime: RegimeEvidence, grid: Grid | None = None) -> list[Table]:
-    """Accuracy, differences, what others' answers did, what it cost; with its grid also how the rates were tuned."""
+    """Tables of accuracies, differences, effects of others' answers, and costs; with its grid, also of the tuning."""
     compared = {method: found.difference for method, found in regime.methods.items()}
     ablations = {method: found.ablation for method, found in regime.methods.items()}
     tables = [
@@ -43,17 +43,17 @@ def tables_of(regime: RegimeEvidence, grid: Grid | None = None) -> list[Table]:
 
 
 def facts_of(regime: RegimeEvidence) -> dict[str, str]:
-    """The facts that all numbers of a regime rest on."""
+    """The source, machines, prompts and models of a regime's runs."""
     commit = regime.commit or "unknown"
     return {
         "commit": commit.replace("+", " with local changes ").strip(),
         "machines": "; ".join(regime.machines),
         "held-out prompts": regime.held_out,
-        "warm starts": "; ".join(_spoken_start(start) for start in regime.warm_starts),
+        "warm starts": "; ".join(_start_text(start) for start in regime.warm_starts),
     }
 
 
-def _spoken_start(start: WarmStarts) -> str:
+def _start_text(start: WarmStarts) -> str:
     """The digests of the model folders, and the seeds that began from them."""
     models = ", ".join(f"{name} {digest}" for name, digest in start.models.items())
     seeds = ", ".join(map(str, start.seeds))
@@ -61,7 +61,7 @@ def _spoken_start(start: WarmStarts) -> str:
 
 
 def summary_line(num_used: int, num_missing: int) -> str:
-    """Says how complete the tables are."""
+    """A sentence on how complete the tables are."""
     missing = f", {num_missing} of the grid are missing" if num_missing else ""
     return f"{num_used} runs{missing}."
 
@@ -89,7 +89,7 @@ def _markdown_rows(table: Table) -> Iterator[str]:
 
 
 def _accuracy(regime: RegimeEvidence, grid: Grid | None) -> Table:
-    names = _measured(regime)
+    names = _accuracy_names(regime)
     starts = (_number(regime.start[name]) if name in regime.start else NOTHING for name in names)
     rows = [("(start)", "", *starts, "", *([""] if grid else []))]
     for method, found in regime.methods.items():
@@ -118,7 +118,7 @@ def _accuracy(regime: RegimeEvidence, grid: Grid | None) -> Table:
 
 
 def _differences(title: str, regime: RegimeEvidence, by_method: Mapping[str, Mapping[str, Difference]]) -> Table:
-    names = _measured(regime)
+    names = _accuracy_names(regime)
     compared = {method: found for method, found in by_method.items() if found}
     rows = [
         (method, *(str(found.get(name, NOTHING)) for name in names), str(found[ALL_AGENTS].n))
@@ -223,8 +223,8 @@ def names_of(regime: RegimeEvidence) -> tuple[str, ...]:
     return regime.agents if len(regime.agents) == 1 else (*regime.agents, ALL_AGENTS)
 
 
-def _measured(regime: RegimeEvidence) -> tuple[str, ...]:
-    """The names of all accuracies at the end of a run."""
+def _accuracy_names(regime: RegimeEvidence) -> tuple[str, ...]:
+    """The keys of all accuracies at the end of a run."""
     has_sampled = any(SAMPLED_MEAN in found.accuracy for found in regime.methods.values())
     return (*names_of(regime), SAMPLED_MEAN) if has_sampled else names_of(regime)
 

@@ -1,7 +1,7 @@
-"""The files of a results folder that may stand in one table: same code, same configuration, same models and prompts.
+"""Checks of which results may be in one table: same code, same configuration, same models and prompts.
 
-Differences are taken seed by seed, so it is the runs of one seed that need the same warm starts; those of another seed
-may have others, as another machine makes them, and the tables name them. A begun seed is not finished with others.
+Differences are taken seed by seed, so the runs of one seed need the same warm starts. Another seed may have others, as
+another machine makes them; the tables name them. A begun seed is not finished with other warm starts.
 Every complaint is one line that names the file, what was found, what was expected, and what to do.
 """
 
@@ -25,15 +25,15 @@ def read_results(grid: Grid) -> tuple[dict[Cell, Result], list[str]]:
     ValueError for a broken file or line.
     """
     require_inside(grid.results, grid.results)
-    known, others, complaints = {}, [], []
+    results, others, complaints = {}, [], []
 
     def add(result: Result, name: str) -> None:
         if _is_of(grid, result.cell):
-            known.setdefault(result.cell, result)
+            results.setdefault(result.cell, result)
         else:
             others.append(name)
 
-    # Files first: a machine that packs them now removes them when they are in runs.jsonl.
+    # Files before runs.jsonl: a machine that packs results at this moment removes a file once it is in there.
     for path in sorted(grid.results.glob("[!.]*.json")):
         try:
             add(read_result(path), path.name)
@@ -47,7 +47,7 @@ def read_results(grid: Grid) -> tuple[dict[Cell, Result], list[str]]:
             add(result, result.cell.name)
     if complaints:
         raise ValueError("\n".join(complaints))
-    return known, others
+    return results, others
 
 
 def check_cells(grid: Grid) -> dict[Setting, Config]:
@@ -60,12 +60,12 @@ def check_cells(grid: Grid) -> dict[Setting, Config]:
     for cell in _every_cell(grid):
         try:
             config = config_of_cell(grid, cell, grid.work_dir / "running" / cell.name / "run")
-            found = [f"{grid.regimes[cell.regime].config}: {line}" for line in _unfit(grid, config)]
+            lines = [f"{grid.regimes[cell.regime].config}: {line}" for line in _unfit(grid, config)]
         except ValueError as error:
-            found = str(error).split("\n")
+            lines = str(error).split("\n")
         else:
             configs[cell.regime, cell.method] = config
-        for line in found:
+        for line in lines:
             complaints.setdefault(line, []).append(f"regimes.{cell.regime} with methods.{cell.method}")
     if complaints:
         raise ValueError("\n".join(f"{_where(cells)}: {line}" for line, cells in complaints.items()))
@@ -73,7 +73,7 @@ def check_cells(grid: Grid) -> dict[Setting, Config]:
 
 
 def check_identities(configs: Mapping[Setting, Config]) -> dict[Setting, Identity]:
-    """The digests of every (regime, method). ValueError when the methods of a regime differ in more than method."""
+    """The digests of every (regime, method). ValueError when methods of a regime begin or are measured differently."""
     identities: dict[Setting, Identity] = {}
     complaints: dict[str, list[str]] = {}
     for (regime, method), config in configs.items():
@@ -97,8 +97,8 @@ def require_same(
 ) -> None:
     """ValueError for results that this source and this grid would not make again: one line per kind of difference.
 
-    Warm starts are looked at where this machine's part lacks runs: a seed of which all are there may have begun from
-    others, and one that another machine runs from that machine's.
+    Warm starts are checked only for the seeds of which this machine's part lacks runs: a finished seed, and one that
+    another machine runs, may have begun from others.
     """
     complaints: dict[str, list[str]] = {}
     unfinished = _unfinished_seeds(grid, results, part)
@@ -119,23 +119,23 @@ def require_same(
 
 
 def require_agreement(grid: Grid, results: Sequence[Result]) -> None:
-    """ValueError for two results of one regime that must not stand in one table, whatever the present source is."""
+    """ValueError for two results of one regime that must not be in one table, whatever the present source is."""
     complaints: dict[str, list[str]] = {}
-    first_of: dict[str, Result] = {}
+    first_of_regime: dict[str, Result] = {}
     first_of_seed: dict[tuple[str, int], Result] = {}
     first_of_method: dict[Setting, Result] = {}
     for result in results:
-        first = first_of.setdefault(result.regime, result)
+        first = first_of_regime.setdefault(result.regime, result)
         of_seed = first_of_seed.setdefault((result.regime, result.seed), result)
-        same = first_of_method.setdefault((result.regime, result.method), result)
+        of_method = first_of_method.setdefault((result.regime, result.method), result)
         differences = [("commit", result.commit, first.commit, first)] if result.commit != first.commit else []
         differences += [(*found, first) for found in _held_out_difference(result.identity, first.identity)]
         starts = result.identity.models, of_seed.identity.models
         differences += [(*found, of_seed) for found in _warm_start_differences(*starts)]
         if result.final is not None and first.final is not None and result.final.prompts != first.final.prompts:
             differences.append(("test set", result.final.prompts, first.final.prompts, first))
-        if result.identity.config != same.identity.config:
-            differences.append(("configuration", result.identity.config, same.identity.config, same))
+        if result.identity.config != of_method.identity.config:
+            differences.append(("configuration", result.identity.config, of_method.identity.config, of_method))
         for what, found, wanted, other in differences:
             complaints.setdefault(what, []).append(
                 f"{grid.results / result.cell.name}.json: {what} {found}, but {wanted} in {other.cell.name}.json; "
@@ -147,7 +147,7 @@ def require_agreement(grid: Grid, results: Sequence[Result]) -> None:
 def seeds_begun_elsewhere(
     grid: Grid, results: Mapping[Cell, Result], identities: Mapping[Setting, Identity]
 ) -> list[int]:
-    """The seeds of results whose warm starts are not those that are here now."""
+    """The seeds of results that began from other warm starts than those on this machine."""
     return sorted(
         {
             cell.seed
@@ -168,8 +168,8 @@ def _models_here(grid: Grid, cell: Cell, expected: Identity) -> dict[str, str]:
 def _refuse(complaints: Mapping[str, list[str]]) -> None:
     """ValueError with the first complaint of every kind, and how many more there are of it; nothing without any."""
     if complaints:
-        more = {what: f" ({len(lines) - 1} more like it)" * (len(lines) > 1) for what, lines in complaints.items()}
-        raise ValueError("\n".join(lines[0] + more[what] for what, lines in complaints.items()))
+        more = [f" ({len(lines) - 1} more like it)" if len(lines) > 1 else "" for lines in complaints.values()]
+        raise ValueError("\n".join(lines[0] + end for lines, end in zip(complaints.values(), more)))
 
 
 def _is_of(grid: Grid, cell: Cell) -> bool:
@@ -180,7 +180,7 @@ def _is_of(grid: Grid, cell: Cell) -> bool:
 
 
 def _every_cell(grid: Grid) -> Iterator[Cell]:
-    """Every (regime, method, rate) once: a seed can make no configuration wrong."""
+    """Every (regime, method, rate) with one seed: no configuration is wrong because of its seed."""
     for regime in grid.regimes:
         for method in grid.methods_of(regime):
             for rate in grid.learning_rates:
@@ -188,7 +188,7 @@ def _every_cell(grid: Grid) -> Iterator[Cell]:
 
 
 def _unfit(grid: Grid, config: Config) -> Iterator[str]:
-    """Why a run cannot be compared, or cannot start."""
+    """Reasons for which a run cannot be compared, or cannot start."""
     if config.evaluation.every_steps == 0:
         yield "evaluation.every_steps is 0: a run of an experiment needs evaluations to draw a curve of. Nearest: 1"
     if not config.evaluation.files and config.data.generator is None:
@@ -200,12 +200,11 @@ def _unfit(grid: Grid, config: Config) -> Iterator[str]:
 
 
 def _unfinished_seeds(grid: Grid, results: Mapping[Cell, Result], part: Part) -> set[tuple[str, int]]:
-    """(regime, seed) of which runs of a part are missing: every reported one while a rate that some of them need is not
-    known."""
+    """(regime, seed) of the missing runs of a part; every reported seed of a regime that is still being tuned."""
     scores = {cell: result.score for cell, result in results.items()}
     in_tuning = {cell.regime for cell in pending_cells(grid, scores) if cell.stage == "tuning"}
-    reported = {(regime, seed) for regime in in_tuning for seed in grid.seeds if part.has_seed(grid, seed)}
-    return reported | {(cell.regime, cell.seed) for cell in pending_cells(grid, scores, part)}
+    waiting = {(regime, seed) for regime in in_tuning for seed in grid.seeds if part.has_seed(grid, seed)}
+    return waiting | {(cell.regime, cell.seed) for cell in pending_cells(grid, scores, part)}
 
 
 Difference = tuple[str, str, str]  # (what, found, expected)

@@ -1,9 +1,9 @@
 """A cluster as a TOML file describes it: nodes of equal devices, their links, and how much of them work can use.
 
-    kind = "h100"      # a known kind (kinds.py); any number of it can be given beside it and goes before
+    kind = "h100"      # a known kind (kinds.py); a key that is given beside it goes before the kind's
     nodes = 2
 
-Without a kind every key has to be there but those of [rates]. All complaints come at once, a line each.
+Without a kind every key is required, except those of [rates]. All problems are reported at once, a line each.
 """
 
 from pathlib import Path

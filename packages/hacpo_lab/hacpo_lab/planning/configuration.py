@@ -1,8 +1,7 @@
 """A configuration as the planner reads it, and the work that a step of it asks of an agent.
 
-Models are given by folder, by init table or by a public name; nothing else is there.
-
-Not checked here: prompt files, tokenizers, weights, the run folder, all of which are on the machines that will run it.
+Models are given by folder, by init table or by a public name. Not checked here: prompt files, tokenizers, weights, the
+run folder, all of which are on the machines that will run it.
 """
 
 from collections.abc import Sequence
@@ -88,10 +87,10 @@ class Work:
 
     @property
     def length(self) -> float:
-        """Tokens that are read of a prompt and its answer: of the last one nothing is predicted.
+        """Tokens of a prompt and its answer that the model reads: all but the last, after which nothing is predicted.
 
         A prompt counts for each of its answers, though training.share_prompts reads it once where the actor can: the
-        rates of `cpu` are measured by this count, and of GPUs nobody knows beforehand whose layers are installed.
+        rates of `cpu` are measured by this count, and for GPUs it is not known which layers will be installed.
         """
         return self.prompt_tokens + self.answer_tokens - 1
 
@@ -123,7 +122,7 @@ def work_of(config: Config, lengths: Lengths) -> Work:
                 f"Nearest: {min(max(tokens, 1), most)}"
             )
     answer = lengths.answer_tokens or -(-rollout.max_answer_tokens // 2)
-    talk, prompts = _conversation(config, lengths, answer), config.training.prompts_per_step
+    prompts = config.training.prompts_per_step
     answers = prompts * config.answers_per_prompt
     sources = num_agents if config.algorithm.shares_answers else 1
     return Work(
@@ -135,21 +134,21 @@ def work_of(config: Config, lengths: Lengths) -> Work:
         sources=sources,
         scored_updates=0 if config.engine_scores else config.updates_per_step - config.scores_in_first_update,
         prompt_tokens=lengths.prompt_tokens or -(-rollout.max_prompt_tokens // 2),
-        **talk,
+        **_answer_numbers(config, lengths, answer),
     )
 
 
-def _conversation(config: Config, lengths: Lengths, turn_tokens: int) -> dict[str, float]:
-    """The numbers of `Work` about an answer of one turn or of several. ValueError for some that cannot be."""
-    talk, most = config.conversation, config.rollout.max_answer_tokens
-    if talk.environment is None and not config.roles:
+def _answer_numbers(config: Config, lengths: Lengths, turn_tokens: int) -> dict[str, float]:
+    """The numbers of `Work` about an answer of one turn or of several. ValueError for impossible lengths."""
+    conversation, most = config.conversation, config.rollout.max_answer_tokens
+    if conversation.environment is None and not config.roles:
         if given := [name for name in ("turns", "others_tokens", "environment_s") if getattr(lengths, name)]:
             raise ValueError(f"--{given[0].replace('_', '-')}: the run has no conversation.environment; leave it out")
         return {"answer_tokens": turn_tokens, "longest": most}
-    turns = lengths.turns or (1 + talk.max_turns) / 2
-    if not 1 <= turns <= talk.max_turns:
-        raise ValueError(f"--turns ({turns:g}) must be 1 to conversation.max_turns ({talk.max_turns})")
-    longest, own = talk.longest(most), turns * turn_tokens
+    turns = lengths.turns or (1 + conversation.max_turns) / 2
+    if not 1 <= turns <= conversation.max_turns:
+        raise ValueError(f"--turns ({turns:g}) must be 1 to conversation.max_turns ({conversation.max_turns})")
+    longest, own = conversation.longest(most), turns * turn_tokens
     others = lengths.others_tokens
     between = max(0.0, longest / 2 - own) if others is None else (turns - 1) * others
     if own + between > longest:
@@ -159,5 +158,5 @@ def _conversation(config: Config, lengths: Lengths, turn_tokens: int) -> dict[st
         )
     return {
         **{"answer_tokens": own + between, "others_tokens": between, "turns": turns},
-        **{"longest": min(longest, talk.max_turns * most), "environment_s": lengths.environment_s},
+        **{"longest": min(longest, conversation.max_turns * most), "environment_s": lengths.environment_s},
     }

@@ -1,4 +1,4 @@
-"""Known kinds of devices and their nodes: what their makers say of them, and how much of it work has been seen to use.
+"""Known kinds of devices and their nodes: numbers of their makers, and the shares of these that work reaches.
 
     h100     NVIDIA H100 SXM in a DGX H100: 80 GB, 989 TFLOP/s bf16 dense (1,979 with sparsity), 3.35 TB/s, NVLink
              900 GB/s both ways, eight 400 Gb/s adapters and 2 TB of host memory a node (data sheets H100, DGX H100)
@@ -25,7 +25,7 @@ from hacpo_mega.models.flops import PEAK_TFLOPS
 
 KindName = Literal["h100", "h200", "a100-80", "b200", "cpu"]
 
-# Rates of GPUs that neither a measurement nor a published number stands behind.
+# Rates of GPUs without a measurement or a published number.
 ASSUMED = ("prefill", "decode", "memory", "link", "round_s", "token_s", "answer_s", "view_s", "publish_s", "step_s")
 _GPU_RATES: Mapping[str, float] = {
     "learn": 0.41,

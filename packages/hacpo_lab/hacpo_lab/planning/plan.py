@@ -1,8 +1,8 @@
 """A plan: every agent's memory, messages and seconds in a layout on a cluster, and who waits for whom in a step.
 
-Agents meet three times a step (hacpo_mega/trainer/trainer.py): when answers are judged, when they are scored, at its
-end. Each time the last one decides, so a step lasts the sum of the slowest agents, and what an agent is not
-busy of it, it waits.
+Agents meet in a step (hacpo_mega/trainer/trainer.py) when answers are judged, when they are scored, when they are
+exchanged, and at its end. Each time all wait for the slowest: a step lasts the sum of these, and an agent waits for as
+much of the step as it is not busy.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ STRETCHES = (("roll_out", "judge"), ("score",), ("exchange",), ("learn", "publis
 
 @dataclass(frozen=True)
 class AgentPlan:
-    """One agent. `phases` are seconds by phase and by what they are spent on."""
+    """The plan of one agent. `phases` are seconds by phase and term, such as compute, memory or link."""
 
     name: str
     agent: AgentConfig
@@ -54,7 +54,7 @@ class AgentPlan:
 
     @property
     def bound_by(self) -> tuple[str, str, float]:
-        """(phase, what it is spent on, share of the agent's work): where most of its seconds go."""
+        """(phase, term, share of the agent's seconds) of the largest term."""
         seconds, phase, term = max(
             (s, phase, term) for phase, terms in self.phases.items() for term, s in terms.items()
         )
@@ -79,15 +79,17 @@ class Plan:
         return max(0.0, 1.0 - agent.busy_s / self.wall_s)  # of the slowest one it is 0 up to rounding
 
     def host_gib(self) -> float:
-        """GiB of a node's host that a checkpoint is copied to, where the agent that needs most has all its devices."""
-        each = [
-            # the copy of the state from which a checkpoint is written beside training
+        """GiB of a node's host for the copy from which an asynchronous checkpoint is written.
+
+        The node is one whose devices are all of the agent that needs most for each.
+        """
+        bytes_per_device = [
             CHECKPOINT_BYTES_PER_PARAMETER
             * sum(trained_parts(replace(agent.budget.actor, layout=Layout())))
             / agent.num_devices
             for agent in self.agents
         ]
-        return max(each) * self.cluster.devices_per_node / GIB
+        return max(bytes_per_device) * self.cluster.devices_per_node / GIB
 
 
 def stretches(phases_s: Mapping[str, float]) -> tuple[float, ...]:
@@ -96,14 +98,14 @@ def stretches(phases_s: Mapping[str, float]) -> tuple[float, ...]:
 
 
 def wall_seconds(agents: Sequence[Sequence[float]]) -> float:
-    """Seconds of a step whose agents have these stretches: the slowest of each."""
+    """Seconds of a step whose agents have these stretches: the sum of the slowest of each."""
     return sum(max(seconds) for seconds in zip(*agents, strict=True))
 
 
 def plan_agent(
     config: Config, agent: AgentConfig, budget: Budget, work: Work, cluster: Cluster, spread: Spread
 ) -> AgentPlan:
-    """One agent's plan, whose budget is `budget`; `spread` is where its groups lie."""
+    """The plan of one agent with its memory `budget`, and the `spread` of its groups over nodes."""
     requests = agent.vllm.get("max_num_seqs", cluster.device.max_requests)
     demand = Demand(budget, work, config.lanes, spread, config.reward.num_workers, requests)
     return AgentPlan(
@@ -119,7 +121,7 @@ def plan_agent(
 
 
 def make_plan(planned: Planned, work: Mapping[str, Work], cluster: Cluster) -> Plan:
-    """The plan of a configuration as it is; `work` by agent. refusals.py says if it fits."""
+    """The plan of a configuration as it is; `work` by agent. Elsewhere: whether it fits (refusals.py)."""
     config, ranks = planned.config, RankMap.of(planned.config)
     agents = tuple(
         plan_agent(

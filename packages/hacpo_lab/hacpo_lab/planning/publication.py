@@ -1,7 +1,7 @@
-"""Bytes that a publication moves by rank, by the plan of a run (models/sharding/publish_plan.py), in closed form.
+"""The numbers that a publication moves, by rank: those of a run's plan (models/sharding/publish_plan.py), counted fast.
 
-A search asks it of hundreds of layouts. All layers are cut alike: what one rank of those that share a parameter has in
-common with one rank of an engine is counted of a single layer, and taken as often as a stage has layers.
+A search needs them for hundreds of layouts. All layers of a kind are cut alike: the overlap of an actor's rank and an
+engine's rank is counted in one layer, and multiplied by the layers of a stage.
 """
 
 from collections import defaultdict
@@ -20,8 +20,10 @@ LAYER = "decoder.layers."
 
 @dataclass(frozen=True)
 class Published:
-    """Numbers, by rank of a cell, or of the cells that share experts, a block: what it sends to others, receives, and
-    writes into its engine; to how many it sends.
+    """Counts of numbers, by rank of a cell (or block, the cells that share experts).
+
+    sent, received   to and from other ranks      written   into the rank's engine
+    num_receivers    the most ranks that one rank sends to
 
     A rank receives the numbers that its engine holds and its actor does not: no plan receives less.
     """
@@ -68,7 +70,7 @@ def published(
 
 
 def _moves(tensors: _Tensors, rank: int, width: int, cell_size: int, engine_tp: int) -> Iterator[tuple[int, int]]:
-    """(from whom, numbers): what the rank needs, from the nearest of those who have it, of its own cell if one has.
+    """(holder, count of numbers) that a rank needs: from the nearest rank that holds them, in its own cell if possible.
 
     Ranks of a cell by stage, each of `width` ranks, of a stage by their part of the tokens, then by tensor rank.
     """
@@ -120,14 +122,14 @@ def _of_one_layer(thin: Architecture, tp: int, ep: int, engine_tp: int) -> list[
 
 @lru_cache(maxsize=256)
 def _beside_layers(architecture: Architecture, tp: int, engine_tp: int) -> list[tuple[str, _Counted]]:
-    """The same of every parameter that is in no layer, by its name."""
+    """The overlaps of every parameter outside the layers, by its name."""
     thin = next(iter(architecture.kinds(range(1))))
     slots = [slot for slot in stage_slots(thin, (1,), 0) if not slot.parameter.startswith(LAYER)]
     return [(slot.parameter, _overlaps(thin, [slot], tp, 1, engine_tp)) for slot in slots]
 
 
 def _overlaps(architecture: Architecture, slots: list[Slot], tp: int, ep: int, engine_tp: int) -> _Counted:
-    """The overlaps of slots that are shared by `tp` ranks, or of experts, which `ep` ranks share."""
+    """The overlaps of slots that `tp` ranks share, or of experts that `ep` ranks share."""
     actor = [
         [stack_of(r) for _, r in actor_stacks(slots, architecture, tp=tp, tp_rank=n % tp, ep=ep, ep_rank=n % ep)]
         for n in range(tp * ep)

@@ -1,7 +1,7 @@
-"""The bytes that each rank of a cell, or of cells that share experts, moves in a publication, beside the least that any
-publication could move; and what goes as full tensors instead, beyond these bytes.
+"""The bytes that each rank of a cell (or block) moves in a publication, and the least that any publication could move.
 
 The least is counted without a plan: of the numbers that a rank's engine holds, those that its own actor does not.
+Tensors that are published whole are not in these bytes; they are named by `whole_tensors`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,7 +22,7 @@ from hacpo_mega.models.sharding.shards import Shard
 
 @dataclass(frozen=True)
 class PublishBytes:
-    """The bytes of one publication of an agent, by rank as a plan counts them; tensor ranks are neighbours there."""
+    """The bytes of one publication of an agent, by rank of a cell or block, in which tensor ranks come first."""
 
     budget: Budget
 

@@ -1,7 +1,7 @@
-"""Steps that others have published, planned by the formulas of a plan: how far those are from what was measured.
+"""Steps whose seconds others have published, and their plans: how far the formulas are from measurements.
 
-An actor alone is all that this project has timed on a GPU (its rates are above the planned ones), so `plan` shows a
-range: its own seconds, and these times the largest ratio of published to planned seconds of a whole step below.
+This project has timed only an actor on a GPU (its rates are above the planned ones). So `plan` shows a range: its own
+seconds, up to these times the largest ratio of published to planned seconds of a whole step below.
 
 Sources: the performance summary of NeMo-RL 0.5 and 0.6 (GRPO on policy, bf16, Megatron; neither prompts nor
 layouts are told, the layouts here are the fastest planned ones); prime-rl benchmarks/baselines (the trainer alone,

@@ -1,8 +1,8 @@
-"""The layouts that let all agents finish together: every tp, cp, ep, pp, engine and number of cells models can have.
+"""A search for the layouts in which all agents finish together, over tp, cp, ep, pp, engine_tp, cells and lanes.
 
-For every number of lanes each agent's layouts are judged for themselves, then one agent after the other is put on the
-devices that are left; of two ways to use as many devices, one that is nowhere faster is dropped. More devices or
-memory only add ways, so the best never gets slower.
+For every number of lanes the layouts of each agent are planned separately; then one agent after the other is put on
+the devices that are left. A candidate that is nowhere faster than another one on as many devices is dropped. More
+devices or memory only add candidates, so the best never gets slower.
 """
 
 import itertools
@@ -26,13 +26,12 @@ from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.sharding.layout import FIRST_STAGE, LAST_STAGE, Layout, block_cells, layout_problems
 
 MAX_STAGES = 16
-# Beyond it nobody is told that more memory would do.
-MOST_GIB = 1024
+MOST_GIB = 1024  # of a device: more is not advised
 
 
 @dataclass(frozen=True)
 class Choice:
-    """An agent in one layout: the plan of it, its seconds between meetings, and its engine's share if another's."""
+    """An agent in one layout: its plan, its seconds between meetings, and its engine's memory share if changed."""
 
     plan: AgentPlan
     stretches_s: tuple[float, ...]
@@ -40,8 +39,8 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Way:
-    """All agents on the devices."""
+class JobLayout:
+    """A layout of every agent, side by side on the devices."""
 
     lanes: int
     choices: tuple[Choice, ...]
@@ -77,51 +76,53 @@ class Way:
         return [f"lanes={self.lanes}", *own, *shares]
 
     def applied(self, config: Config) -> Config:
-        """The configuration with all of it."""
+        """The configuration with this layout."""
         return config.model_copy(
             update={"lanes": self.lanes, "agents": tuple(choice.plan.agent for choice in self.choices)}
         )
 
 
 @dataclass(frozen=True)
-class Ways:
-    """The results of a search: the fastest way for every number of devices where more make it faster, best last."""
+class JobLayouts:
+    """The results of a search: the fastest layout for every number of devices that is worth its devices, best last."""
 
-    frontier: tuple[Way, ...]
+    frontier: tuple[JobLayout, ...]
 
     @property
-    def best(self) -> Way | None:
+    def best(self) -> JobLayout | None:
         """The fastest; of equally fast ones that with the fewest devices."""
         return self.frontier[-1] if self.frontier else None
 
 
 # Memory that an agent takes of a device, and its engine's share of the device where it is not the configuration's.
-Held = tuple[Budget, float | None]
-# By agent, layout and number of cells; None where a device cannot hold it. More nodes change none.
-HeldByLayout = dict[tuple[Any, ...], Held | None]
+FittedBudget = tuple[Budget, float | None]
+# By agent, layout and number of cells; None where a device cannot hold it. The number of nodes changes none.
+BudgetCache = dict[tuple[Any, ...], FittedBudget | None]
 
 
-def find_ways(planned: Planned, work: Mapping[str, Work], cluster: Cluster, held: HeldByLayout | None = None) -> Ways:
-    """All agents of the configuration on at most the cluster's devices. Empty where no layout of some agent fits.
+def find_layouts(
+    planned: Planned, work: Mapping[str, Work], cluster: Cluster, budgets: BudgetCache | None = None
+) -> JobLayouts:
+    """Layouts of all agents on at most the cluster's devices. Empty where no layout of some agent fits.
 
-    `held` carries budgets from one search to the next, which has more nodes of the same devices.
+    `budgets` carries them from one search to the next, on more nodes of the same devices.
     """
-    search = _Search(planned, work, cluster, {} if held is None else held)
-    found: list[Way] = []
+    search = _Search(planned, work, cluster, {} if budgets is None else budgets)
+    found: list[JobLayout] = []
     for lanes in _divisors(planned.config.prompts_per_update):
         if lanes <= cluster.num_devices:
-            found += search.ways_of(lanes)
-    frontier: list[Way] = []
-    for way in sorted(found, key=lambda way: (way.num_devices, way.wall_s, way.lanes)):
-        if not frontier or way.wall_s < frontier[-1].wall_s:
-            frontier.append(way)
-    return Ways(tuple(frontier))
+            found += search.layouts_with(lanes)
+    frontier: list[JobLayout] = []
+    for layout in sorted(found, key=lambda layout: (layout.num_devices, layout.wall_s, layout.lanes)):
+        if not frontier or layout.wall_s < frontier[-1].wall_s:
+            frontier.append(layout)
+    return JobLayouts(tuple(frontier))
 
 
-def held_by_a_device(config: Config, agent: AgentConfig, model: Architecture, on_cpu: bool) -> Held | None:
-    """The agent as it is or, where a device cannot hold it, with another share for its engine; None if none fits.
+def fitted_budget(config: Config, agent: AgentConfig, model: Architecture, on_cpu: bool) -> FittedBudget | None:
+    """The agent's budget or, where a device cannot hold it, that with another memory share for its engine.
 
-    The largest share that fits, or the least that the engine can work in.
+    The share is the largest that fits, or the least that the engine can work in. None if no share fits.
     """
     budget = agent_budget(config, agent, model, on_cpu=on_cpu)
     if budget.fits() and not budget.engine_is_too_small:
@@ -148,16 +149,16 @@ def _with_share(agent: AgentConfig, share: float | None) -> AgentConfig:
 
 @dataclass
 class _Search:
-    """One search. Layouts and their budgets, which are of all cells, however they lie in lanes, are made once."""
+    """One search. Layouts and budgets are made once: they depend on the number of cells, not on that of lanes."""
 
     planned: Planned
     work: Mapping[str, Work]
     cluster: Cluster
-    held: HeldByLayout
+    budgets: BudgetCache
     layouts: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
-    def ways_of(self, lanes: int) -> list[Way]:
-        """Every way with so many lanes that is not beaten by another one on as many devices."""
+    def layouts_with(self, lanes: int) -> list[JobLayout]:
+        """Every layout with so many lanes that no other one on as many devices dominates."""
         config = self.planned.config.model_copy(update={"lanes": lanes})
         partial: list[tuple[Choice, ...]] = [()]
         for agent in config.agents:
@@ -166,10 +167,10 @@ class _Search:
                 (*before, choice) for before in partial for choice in choices if _has_room(before, choice, self.cluster)
             ]
             partial = _undominated(partial)
-        return [Way(lanes, choices) for choices in partial]
+        return [JobLayout(lanes, choices) for choices in partial]
 
     def _choices(self, config: Config, agent: AgentConfig) -> Iterator[Choice]:
-        """Every layout of an agent that its model can have and a device can hold, on the cluster alone."""
+        """Every layout of an agent that its model allows and a device can hold, if it had the cluster to itself."""
         cluster = self.cluster
         if agent.name not in self.layouts:
             self.layouts[agent.name] = list(_layouts(self.planned, agent, cluster))
@@ -181,31 +182,31 @@ class _Search:
                     break
                 if config.lanes * cells % block:
                     continue
-                seated = agent.model_copy(update={**changes, "cells_per_lane": cells})
-                if (held := self._held(config, seated)) is not None:
-                    budget, share = held
-                    seated = _with_share(seated, share)
+                placed = agent.model_copy(update={**changes, "cells_per_lane": cells})
+                if (fitted := self._fitted(config, placed)) is not None:
+                    budget, share = fitted
+                    placed = _with_share(placed, share)
                     plan = plan_agent(
-                        config, seated, budget, self.work[agent.name], cluster, _spread_alone(config, seated, cluster)
+                        config, placed, budget, self.work[agent.name], cluster, _spread_alone(config, placed, cluster)
                     )
                     yield Choice(plan, stretches(plan.phases_s), share)
 
-    def _held(self, config: Config, agent: AgentConfig) -> Held | None:
+    def _fitted(self, config: Config, agent: AgentConfig) -> FittedBudget | None:
         layout = (agent.tp, agent.cp, agent.ep, agent.pp, agent.engine_tp)
         key = (agent.name, *layout, config.lanes * agent.cells_per_lane)
-        if key not in self.held:
-            self.held[key] = held_by_a_device(config, agent, self.planned.models[agent.name], self.cluster.on_cpu)
-        return self.held[key]
+        if key not in self.budgets:
+            self.budgets[key] = fitted_budget(config, agent, self.planned.models[agent.name], self.cluster.on_cpu)
+        return self.budgets[key]
 
 
 def _spread_alone(config: Config, agent: AgentConfig, cluster: Cluster) -> Spread:
-    """Where the groups of an agent lie that begins at a node."""
+    """The spread of an agent whose first rank is the first of a node."""
     alone = config.model_copy(update={"agents": (agent,), "placement": "split"})
     return spread_of(RankMap.of(alone), 0, cluster.devices_per_node)
 
 
 def _layouts(planned: Planned, agent: AgentConfig, cluster: Cluster) -> Iterator[dict[str, Any]]:
-    """tp, cp, ep, pp and engine_tp of a model (models/sharding/layout.py), with the ranks of tp x cp inside a node."""
+    """Every tp, cp, ep, pp and engine_tp that a model allows, with the ranks of tp x cp inside a node."""
     model, config = planned.models[agent.name], planned.config
     is_even = FIRST_STAGE not in agent.megatron and LAST_STAGE not in agent.megatron
     node, tokens = cluster.devices_per_node, config.training.max_tokens_per_microbatch
@@ -215,38 +216,40 @@ def _layouts(planned: Planned, agent: AgentConfig, cluster: Cluster) -> Iterator
     for (tp, cp), pp in itertools.product(shares, stages):
         sizes = [n for n in _divisors(tp * cp * pp) if node % n == 0 or (not inside and n % node == 0)]
         most = cluster.num_devices // (tp * cp * pp)
-        for engine_tp, ep in itertools.product(sizes, _sharing(tp * cp, most) if model.has_experts else (1,)):
+        for engine_tp, ep in itertools.product(sizes, _ep_sizes(tp * cp, most) if model.has_experts else (1,)):
             cells = block_cells(ep, tp, cp)
             if not layout_problems(model, Layout.of(tp, pp, agent.megatron, engine_tp, cp, ep, cells=cells)):
                 yield {"tp": tp, "cp": cp, "ep": ep, "pp": pp, "engine_tp": engine_tp}
 
 
-def _sharing(ranks: int, cells: int) -> list[int]:
-    """Every ep of `ranks` in a cell, or of all of these in 2, 4, 8 ... of `cells`."""
+def _ep_sizes(ranks: int, cells: int) -> list[int]:
+    """Every ep inside the `ranks` of a cell, or over all ranks of 2, 4, 8 ... cells, at most `cells`."""
     return _divisors(ranks) + [ranks << n for n in range(1, cells.bit_length())]
 
 
 def _fits_a_node(model: Architecture, cluster: Cluster, dtype: str | None) -> bool:
-    """Tells whether a node's devices hold an engine's weights in half of their memory; else whole nodes do."""
+    """Tells whether a node's devices hold an engine's weights in half of their memory; else an engine has nodes."""
     number = device_of(dtype, on_cpu=cluster.on_cpu).number
     return num_weights(model, Layout()) * number <= cluster.devices_per_node * cluster.device.memory_gib * GIB / 2
 
 
 def _has_room(before: Sequence[Choice], choice: Choice, cluster: Cluster) -> bool:
-    """Tells whether the choice fits behind the others, with its groups where they were when it was judged for itself.
+    """Tells whether the choice fits behind the others, with its groups inside nodes as in its plan.
 
-    Alone it began at a node: an agent of at most a node must not straddle two, a larger one begins with a whole cell.
+    In the plan it began at a node: so an agent of at most a node must not straddle two, and in a larger one no cell
+    may.
     """
     first, size = sum(s.plan.num_devices for s in before), choice.plan.num_devices
     node, cell = cluster.devices_per_node, choice.plan.agent.cell_size
-    stays = first % node + size <= node if size <= node else first % node == 0 or node % cell == 0 == first % cell
-    return first + size <= cluster.num_devices and stays
+    has_whole_cells = first % node == 0 or (node % cell == 0 and first % cell == 0)
+    is_as_planned = first % node + size <= node if size <= node else has_whole_cells
+    return first + size <= cluster.num_devices and is_as_planned
 
 
-def _undominated(ways: list[tuple[Choice, ...]]) -> list[tuple[Choice, ...]]:
-    """The ways that, among those with as many devices, are faster than each other one between some two meetings."""
+def _undominated(candidates: list[tuple[Choice, ...]]) -> list[tuple[Choice, ...]]:
+    """The candidates that are faster than any other on as many devices between some two meetings."""
     kept: dict[int, list[tuple[tuple[float, ...], tuple[Choice, ...]]]] = {}
-    slowest = [(tuple(map(max, zip(*(choice.stretches_s for choice in choices)))), choices) for choices in ways]
+    slowest = [(tuple(map(max, zip(*(choice.stretches_s for choice in choices)))), choices) for choices in candidates]
     for stretches_s, choices in sorted(slowest, key=lambda pair: pair[0]):
         group = kept.setdefault(sum(choice.plan.num_devices for choice in choices), [])
         if not any(all(map(operator.le, other, stretches_s)) for other, _ in group):
@@ -258,14 +261,14 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def grown(cluster: Cluster, factor: int) -> Cluster:
+def with_more_nodes(cluster: Cluster, factor: int) -> Cluster:
     """The cluster with `factor` times as many nodes."""
     return cluster.model_copy(update={"nodes": cluster.nodes * factor})
 
 
 @dataclass(frozen=True)
 class Lightest:
-    """The layout of an agent that needs the least memory of a device, whole GiB, with everything computed again."""
+    """The layout of an agent that needs the least memory of a device, in whole GiB, with full recomputation."""
 
     agent: AgentConfig
     memory_gib: int
@@ -273,7 +276,7 @@ class Lightest:
 
 
 def lightest(planned: Planned, agent: AgentConfig, cluster: Cluster) -> Lightest | None:
-    """The lightest layout of a model on the cluster's devices; None where no memory up to MOST_GIB is enough in any."""
+    """The lightest layout of an agent on the cluster's devices; None where all need more than MOST_GIB."""
     config = planned.config.model_copy(update={"lanes": 1})
     found: list[Lightest] = []
     for changes in _layouts(planned, agent, cluster):
@@ -281,18 +284,18 @@ def lightest(planned: Planned, agent: AgentConfig, cluster: Cluster) -> Lightest
         block = block_cells(changes["ep"], changes["tp"], changes["cp"])
         most = cluster.num_devices // size
         if fitting := [n for n in _divisors(config.prompts_per_update) if n <= most and n % block == 0]:
-            seated = agent.model_copy(update={**changes, "cells_per_lane": fitting[-1], "recompute": "full"})
+            placed = agent.model_copy(update={**changes, "cells_per_lane": fitting[-1], "recompute": "full"})
             bound = min((least.memory_gib for least in found), default=MOST_GIB)
-            if (needed := _least_gib(config, seated, planned.models[agent.name], bound, cluster.on_cpu)) is not None:
-                found.append(Lightest(seated, needed, fitting[-1] * size))
+            if (needed := _least_gib(config, placed, planned.models[agent.name], bound, cluster.on_cpu)) is not None:
+                found.append(Lightest(placed, needed, fitting[-1] * size))
     return min(found, key=lambda least: (least.memory_gib, least.num_devices), default=None)
 
 
 def _least_gib(config: Config, agent: AgentConfig, model: Architecture, most: int, on_cpu: bool) -> int | None:
-    """Whole GiB of a device that holds the agent; None if `most` are too few."""
+    """The fewest whole GiB of a device that hold the agent; None if `most` are too few."""
 
     def holds(gib: int) -> bool:
         sized = config.model_copy(update={"device_memory_gib": float(gib)})
-        return held_by_a_device(sized, agent, model, on_cpu) is not None
+        return fitted_budget(sized, agent, model, on_cpu) is not None
 
     return 1 + bisect_left(range(1, most), True, key=holds) if holds(most) else None

@@ -2,8 +2,8 @@
 
     seconds = FLOPs / (peak x share) + bytes / (bandwidth x share) + messages + the host's
 
-An engine that answers is bound by its matrices or by reading weights and cache, whichever is slower. Trainer's phases
-add both: activations pass through memory between matrices. FLOPs are those of models/flops.py.
+Decoding is bound by the slower of its matrix products and its reads of weights and cache. In the phases of the trainer
+both add up: activations pass through memory between the products. FLOPs are those of models/flops.py.
 Elsewhere: who waits for whom (plan.py).
 """
 
@@ -41,7 +41,7 @@ Terms = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Demand:
-    """The work of an agent and where it is done.
+    """The work of an agent, and the ranks and engines that do it.
 
     num_workers    grading processes of a cell
     max_requests   answers that an engine may run at once
@@ -61,15 +61,15 @@ class Demand:
 
     @property
     def at_once(self) -> float:
-        """Answers that an engine has room for: of its cache, of its limit, of what it is asked."""
+        """Answers that an engine runs at once: the least of its cache's room, its limit, and its requests."""
         tokens = self.work.prompt_tokens + self.work.answer_tokens / 2
         return answers_at_once(self.budget, self.work.answers / self.engines, tokens, self.max_requests)
 
     @property
     def rounds(self) -> float:
-        """Tokens that an engine waits for one after the other: of the longest answer, or more where not all fit."""
-        asked = self.work.answers / self.engines
-        return max(self.work.longest, asked * self.work.own_tokens / self.at_once)
+        """Tokens that an engine samples one after the other: of the longest answer, or more where not all fit."""
+        requests = self.work.answers / self.engines
+        return max(self.work.longest, requests * self.work.own_tokens / self.at_once)
 
     def messages(self) -> tuple[Message, ...]:
         """The messages that a device sends."""
@@ -77,7 +77,7 @@ class Demand:
 
 
 def phase_seconds(demand: Demand, cluster: Cluster) -> dict[str, Terms]:
-    """Seconds of every phase of an agent, by what they are spent on; their sum is the phase."""
+    """Seconds of every phase of an agent, by term; their sum is the phase's."""
     terms: dict[str, dict[str, float]] = {
         "roll_out": _roll_out(demand, cluster),
         "judge": {"host": _judge(demand, cluster)},
@@ -109,14 +109,14 @@ def _roll_out(demand: Demand, cluster: Cluster) -> dict[str, float]:
     answers = work.answers / demand.engines
     tokens, whole = answers * work.own_tokens, work.prompt_tokens + work.answer_tokens
     weights = engine_weights(budget.actor, budget.engine)
-    if model.has_experts:  # nobody reads those to which no token goes
+    if model.has_experts:  # weights of experts without a token are not read
         idle = 1.0 - touched_experts(model, demand.at_once)
         weights -= idle * engine_experts(budget.actor, budget.engine)
     read = demand.rounds * weights
     read += tokens * (work.prompt_tokens + work.answer_tokens / 2) * cache_per_token(budget)
     memory_s = read / cluster.memory_bytes_per_s()
     flops = forward_flops(model, answers, whole) - forward_flops(model, answers, work.prompt_tokens)
-    read_flops = flops * work.others_tokens / work.answer_tokens  # of what others say, many tokens at a time
+    read_flops = flops * work.others_tokens / work.answer_tokens  # others' turns are prefilled, not decoded
     decode_s = (flops - read_flops) / (peak * rates.decode)
     prompts = min(float(work.prompts), answers)
     prefill_s = (forward_flops(model, prompts, work.prompt_tokens) + read_flops) / (peak * rates.prefill)

@@ -1,8 +1,8 @@
 """The cost of a job to its store and its sockets, as formulas over the rank map; test_store_traffic.py counts the same.
 
-    key      one set: the address of a rank in a gloo group, or in the ring of the watchdog; and that it has come
-    get      one read of such a key: the neighbour's in the ring, and one of every gloo peer, when they first speak
-    socket   one to the store, two of the ring, one of every gloo peer
+    key      one set: the address of a rank in a gloo group, or in the watchdog's ring; and a mark of its arrival
+    get      one read of such a key: the neighbour's in the ring, and every gloo peer's, at the first message to it
+    socket   one to the store, two in the ring, one to every gloo peer
 
 gloo's algorithms decide who is a peer: a gather speaks to its root alone, a broadcast along a binomial tree, an
 all-gather to both neighbours of a ring. Not covered: NCCL, which needs one key per communicator and one get per member.
@@ -86,5 +86,5 @@ def job_cost(rank_map: RankMap) -> tuple[int, int, int]:
     costs = [cost(rank_map, rank) for rank in range(rank_map.world_size)]
     keys, gets = sum(one.keys for one in costs), sum(one.gets for one in costs)
     in_ring = 2 * rank_map.world_size if rank_map.world_size > 1 else 0  # a key and a read each
-    in_groups = keys - rank_map.world_size + gets - in_ring  # without the byte by which each says that it has come
+    in_groups = keys - rank_map.world_size + gets - in_ring  # without the marks of arrival, a byte each
     return keys, gets, in_groups * GROUP_KEY_BYTES + in_ring * RING_KEY_BYTES + rank_map.world_size

@@ -11,7 +11,7 @@ from hacpo_lab.planning.kinds import ASSUMED
 from hacpo_lab.planning.plan import AgentPlan, Plan
 from hacpo_lab.planning.publish_bytes import PublishBytes, whole_tensors
 from hacpo_lab.planning.published import ratios, worst_ratio
-from hacpo_lab.planning.search import Ways
+from hacpo_lab.planning.search import JobLayouts
 from hacpo_lab.planning.seconds import PHASES
 from hacpo_lab.planning.store_cost import job_cost
 from hacpo_mega.config.checks.device_memory import memory_table
@@ -21,18 +21,17 @@ from hacpo_mega.models.sharding.publish_plan import whole_summary
 Rows = Sequence[Sequence[str]]
 MB, GB = 1e6, 1e9
 WIDTH, NAME_WIDTH = 80, 14
-# Ways that are shown, the fastest first; JSON has all of them.
-MOST_WAYS = 5
+MOST_LAYOUTS = 5  # in the text, the fastest first; JSON has all of them
 PUBLISHED = {"sent": "sent", "received": "received", "least": "at least", "copied": "copied in place"}
 
 
-def shown(plan: Plan, ways: Ways) -> str:
-    """Everything, part by part."""
+def as_text(plan: Plan, layouts: JobLayouts) -> str:
+    """The plan and the layouts as aligned text, part by part."""
     budgets = {agent.name: agent.budget for agent in plan.agents}
     parts = ["\n".join(_cluster_lines(plan)), plan.ranks.table(), memory_table(budgets), *_seconds(plan)]
     parts += [_terms(plan), _messages(plan), _publications(plan)]
-    parts += [f"{agent.name}: {said}" for agent in plan.agents if (said := whole_summary(_whole(agent)))]
-    parts.append("\n".join(_ways(ways)))
+    parts += [f"{agent.name}: {summary}" for agent in plan.agents if (summary := whole_summary(_whole(agent)))]
+    parts.append("\n".join(_layout_lines(layouts)))
     return "\n\n".join(parts)
 
 
@@ -79,7 +78,7 @@ def _seconds(plan: Plan) -> Iterator[str]:
 
 
 def _heading(plan: Plan) -> str:
-    """The step's seconds, a range where no whole step is timed, and the published steps that a plan is faster than."""
+    """The step's seconds, on GPUs as a range since no whole step was timed there, and the limits of the estimate."""
     tokens = sum(agent.work.answers * (agent.work.prompt_tokens + agent.work.answer_tokens) for agent in plan.agents)
     rate = tokens / plan.wall_s / sum(agent.num_devices for agent in plan.agents)
     lines = [
@@ -121,7 +120,7 @@ def _publications(plan: Plan) -> str:
     for agent in plan.agents:
         moved = PublishBytes(agent.budget)
         ranks: dict[tuple[int, ...], list[int]] = {}
-        for rank, sizes in enumerate(zip(*(getattr(moved, what) for what in PUBLISHED), strict=True)):
+        for rank, sizes in enumerate(zip(*(getattr(moved, column) for column in PUBLISHED), strict=True)):
             ranks.setdefault(sizes, []).append(rank)
         rows.append([agent.name])
         rows += [[f"  {ranges(alike)}", *(f"{size / MB:.1f}" for size in sizes)] for sizes, alike in ranks.items()]
@@ -136,17 +135,17 @@ def _whole(agent: AgentPlan) -> dict[str, str]:
     return whole_tensors(agent.budget.actor.architecture, agent.agent.vllm)
 
 
-def _ways(ways: Ways) -> Iterator[str]:
+def _layout_lines(layouts: JobLayouts) -> Iterator[str]:
     yield "layouts that let all finish soonest, as key=value for the command line"
-    for way in ways.frontier[: -MOST_WAYS - 1 : -1]:
-        idle = " ".join(f"{way.idle_share(choice):.0%}" for choice in way.choices)
-        yield f"{way.num_devices} devices, {way.wall_s:.2f} s a step, idle {idle}"
-        words = " ".join(way.overrides())
+    for layout in layouts.frontier[: -MOST_LAYOUTS - 1 : -1]:
+        idle = " ".join(f"{layout.idle_share(choice):.0%}" for choice in layout.choices)
+        yield f"{layout.num_devices} devices, {layout.wall_s:.2f} s a step, idle {idle}"
+        overrides = " ".join(layout.overrides())
         indent = {"initial_indent": "  ", "subsequent_indent": "  "}
-        yield from textwrap.wrap(words, WIDTH, break_long_words=False, break_on_hyphens=False, **indent)
+        yield from textwrap.wrap(overrides, WIDTH, break_long_words=False, break_on_hyphens=False, **indent)
 
 
-def as_json(plan: Plan, ways: Ways) -> str:
+def as_json(plan: Plan, layouts: JobLayouts) -> str:
     """The same for programs; sizes in bytes, times in seconds."""
     table = {
         "cluster": plan.cluster.model_dump(mode="json"),
@@ -158,7 +157,7 @@ def as_json(plan: Plan, ways: Ways) -> str:
         "agents": {agent.name: _agent_table(plan, agent, plan.cluster) for agent in plan.agents},
         "layouts": [
             {"devices": w.num_devices, "step_s": w.wall_s, "idle": [w.idle_share(s) for s in w.choices],
-             "overrides": w.overrides()} for w in reversed(ways.frontier)
+             "overrides": w.overrides()} for w in reversed(layouts.frontier)
         ],
     }  # fmt: skip
     return json.dumps(table, indent=1) + "\n"
@@ -174,7 +173,7 @@ def _agent_table(plan: Plan, agent: AgentPlan, cluster: Cluster) -> dict[str, An
         "terms_s": {phase: dict(terms) for phase, terms in agent.phases.items()},
         "busy_s": agent.busy_s,
         "idle_share": plan.idle_share(agent),
-        "publish": {what: getattr(PublishBytes(agent.budget), what) for what in PUBLISHED}
+        "publish": {column: getattr(PublishBytes(agent.budget), column) for column in PUBLISHED}
         | {"whole": _whole(agent)},
         "messages": [
             {"phase": m.phase, "what": m.what, "inside": m.inside, "bytes": m.num_bytes, "count": m.count,

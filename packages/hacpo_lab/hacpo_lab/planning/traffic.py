@@ -1,4 +1,4 @@
-"""The bytes that a device sends in a step, by link, and their seconds: every collective of a phase as a row.
+"""The bytes that a device sends in a step, by link, and their seconds: a `Message` for every kind of collective.
 
 Each of n ranks sends (n - 1) / n of what it gathers or scatters, twice that of what it sums (a ring; arXiv 2205.05198
 for those of tensor and sequence parallelism). Megatron gathers the inputs of both matrices of a block, and scatters
@@ -21,7 +21,7 @@ from hacpo_mega.memory.adapter_numbers import is_adapted
 from hacpo_mega.memory.budget import Budget
 from hacpo_mega.models.sharding.layout import stage_layers
 
-# Bytes of a message (rollout/wire.py), and of an answer beside its tokens and text: ROW of exchange.py, and two counts.
+# Bytes of a message's header (rollout/wire.py), and of an answer beside tokens and text: ROW of exchange.py, counts.
 HEADER_BYTES, ROW_BYTES, COUNT_BYTES = 64, 47, 8
 # Bytes of a token in the exchange: its number, and its text, about four letters.
 TOKEN_BYTES = 4 + 4
@@ -36,8 +36,11 @@ ENGINE_SUMS = 2
 
 @dataclass(frozen=True)
 class Spread:
-    """The groups of an agent that stay inside a node: of tensor ranks, of these and those of cp, of those that share
-    experts, of stages, of the cells, of one engine."""
+    """Tells of each kind of an agent's groups whether all of them lie inside a node.
+
+    The groups are of tensor ranks, of tp x cp ranks, of ranks that share experts, of a cell's stages, of all cells, and
+    of an engine's ranks.
+    """
 
     tp: bool
     cp: bool
@@ -49,9 +52,10 @@ class Spread:
 
 @dataclass(frozen=True)
 class Message:
-    """Bytes of a kind that a device sends in a step: `num_bytes` in all, in `count` messages that wait for each other.
+    """A kind of message that a device sends in a step: `num_bytes` in all, in `count` messages, one after the other.
 
-    `piped` says that every micro-batch of a pipeline has its part of it, for which other stages wait.
+    inside   whether it stays inside a node      piped   whether each micro-batch of a pipeline sends a part of it, for
+                                                         which other stages wait
     """
 
     phase: str
@@ -67,8 +71,11 @@ class Message:
         return self.num_bytes / cluster.bytes_per_s(inside=self.inside) + latency_s
 
 
+Messages = Iterator[Message]
+
+
 def spread_of(ranks: RankMap, agent: int, devices_per_node: int) -> Spread:
-    """Where the groups of an agent lie: ranks fill the nodes in their order."""
+    """The spread of an agent's groups, where ranks fill the nodes in their order."""
     shape, first = ranks.agents[agent], ranks.first_ranks[agent]
     last = first + ranks.agent_world_size(agent)
     sharing = shape.ep if shape.block_cells == 1 else shape.block_size
@@ -89,16 +96,16 @@ def spread_of(ranks: RankMap, agent: int, devices_per_node: int) -> Spread:
     )
 
 
-def messages_of(budget: Budget, work: Work, lanes: int, spread: Spread, rounds: float) -> Iterator[Message]:
-    """Every kind of message of an agent's device; `rounds` are those of its engine (seconds.py)."""
+def messages_of(budget: Budget, work: Work, lanes: int, spread: Spread, rounds: float) -> Messages:
+    """Every kind of message of an agent's device; `rounds` are tokens that its engine samples in turn (seconds.py)."""
     cells = budget.actor.dp
-    yield from _of_engine(budget, work, spread, rounds)
+    yield from _engine_messages(budget, work, spread, rounds)
     scored, trained = work.scored / cells, work.trained / cells
-    yield from _of_model("score", budget, scored * work.length, sum(score_batches(budget, work)), 1, spread)
-    yield from _of_model("learn", budget, trained * work.length, sum(learn_batches(budget, work)), 2, spread)
-    yield from _of_gradients(budget, work, spread)
-    yield from _of_exchange(budget, work, lanes, spread)
-    yield from _of_publication(budget, spread)
+    yield from _model_messages("score", budget, scored * work.length, sum(score_batches(budget, work)), 1, spread)
+    yield from _model_messages("learn", budget, trained * work.length, sum(learn_batches(budget, work)), 2, spread)
+    yield from _gradient_messages(budget, work, spread)
+    yield from _exchange_messages(budget, work, lanes, spread)
+    yield from _publication_messages(budget, spread)
 
 
 def score_batches(budget: Budget, work: Work) -> list[int]:
@@ -122,11 +129,11 @@ def _micro_batches(budget: Budget, work: Work, answers: float) -> int:
 
 
 def message_bytes(answers: float, answer_tokens: float) -> float:
-    """Bytes of what a cell's leader sends the others of its lane (rollout/wire.py)."""
+    """Bytes of the message in which a cell's leader sends its answers to the others of its lane (rollout/wire.py)."""
     return HEADER_BYTES + answers * (ROW_BYTES + COUNT_BYTES + TOKEN_BYTES * answer_tokens)
 
 
-def _of_engine(budget: Budget, work: Work, spread: Spread, rounds: float) -> Iterator[Message]:
+def _engine_messages(budget: Budget, work: Work, spread: Spread, rounds: float) -> Messages:
     a, tp = budget.actor.architecture, budget.engine.tp
     if tp == 1:
         return
@@ -138,29 +145,29 @@ def _of_engine(budget: Budget, work: Work, spread: Spread, rounds: float) -> Ite
 
 
 def _prompts_of_engine(work: Work, engines: float) -> float:
-    """Every prompt once: an engine keeps what it has read for the further answers to it."""
+    """Prompts that an engine reads, each once: its prefix cache serves the further answers."""
     return min(work.prompts, work.answers / engines)
 
 
-def _of_model(phase: str, budget: Budget, tokens: float, batches: int, ways: int, spread: Spread) -> Iterator[Message]:
+def _model_messages(phase: str, budget: Budget, tokens: float, batches: int, passes: int, spread: Spread) -> Messages:
     actor = budget.actor
     a, layout, number = actor.architecture, actor.layout, actor.device.number
     row, tokens = a.hidden_size * number, tokens / layout.cp
     if layout.cp > 1:
-        yield _of_attention(phase, budget, tokens, batches, spread)
+        yield _attention_message(phase, budget, tokens, batches, spread)
     if layout.ep > 1:
-        yield _of_experts(phase, budget, tokens / layout.tp, batches, spread)
+        yield _expert_message(phase, budget, tokens / layout.tp, batches, spread)
     if layout.tp > 1:
-        collectives = math.ceil(_gathers(phase, budget) / layout.pp)
+        collectives = math.ceil(_num_gathers(phase, budget) / layout.pp)
         size = collectives * (layout.tp - 1) / layout.tp * tokens * row
         yield Message(phase, "gathers and scatters of tp", spread.tp, size, collectives * batches, piped=True)
     if layout.pp > 1:
-        sends = ways * layout.vpp
+        sends = passes * layout.vpp
         yield Message(phase, "sends of pp", spread.pp, sends * tokens / layout.tp * row, sends * batches, piped=True)
 
 
-def _gathers(phase: str, budget: Budget) -> int:
-    """Gathers and scatters of all layers over tensor parallelism, of which experts have no part but for shared ones."""
+def _num_gathers(phase: str, budget: Budget) -> int:
+    """Number of gathers and scatters of all layers over tensor parallelism; experts need none, except shared ones."""
     a, again = budget.actor.architecture, AGAIN[budget.actor.recompute]
     whole = {"score": FORWARD, "learn": FORWARD + BACKWARD + again}[phase]
     half = {"score": FORWARD, "learn": FORWARD + BACKWARD + (again if again == FORWARD else 0)}[phase] // 2
@@ -168,39 +175,41 @@ def _gathers(phase: str, budget: Budget) -> int:
     return (a.num_layers - halves) * whole + halves * half
 
 
-def _of_experts(phase: str, budget: Budget, tokens: float, batches: int, spread: Spread) -> Message:
-    """The message of a rank that sends its `tokens` to their experts, of which those of other ranks are as likely as
-    its own, and what it sends back; again backward, and where it is computed again."""
+def _expert_message(phase: str, budget: Budget, tokens: float, batches: int, spread: Spread) -> Message:
+    """Tokens that a rank sends to their experts, and back: forward, backward, and in recomputation.
+
+    A token's experts are as likely on any rank.
+    """
     actor = budget.actor
     a, ep = actor.architecture, actor.layout.ep
-    ways = {"score": 1, "learn": 2 + (actor.recompute != "none")}[phase]
-    count = ways * TO_EXPERTS * math.ceil(a.expert_layers / actor.layout.pp)
+    passes = {"score": 1, "learn": 2 + (actor.recompute != "none")}[phase]
+    count = passes * TO_EXPERTS * math.ceil(a.expert_layers / actor.layout.pp)
     size = count * (ep - 1) / ep * tokens * a.experts_per_token * a.hidden_size * actor.device.number
     return Message(phase, "tokens of ep", spread.ep, size, count * batches, piped=True)
 
 
-def _of_attention(phase: str, budget: Budget, tokens: float, batches: int, spread: Spread) -> Message:
-    """The message of a rank of cp that sends its `tokens` around every attention, forward, backward and computed again.
+def _attention_message(phase: str, budget: Budget, tokens: float, batches: int, spread: Spread) -> Message:
+    """Heads of its `tokens` that a rank of cp sends around every attention: forward, backward, and in recomputation.
 
-    And the output once more, for who learns of it (context_parallel.py: FromHeads).
+    The output is sent once more where the projection after it learns (context_parallel.py: FromHeads).
     """
     actor = budget.actor
     a, layout = actor.architecture, actor.layout
-    ways = {"score": 1, "learn": 2 + (actor.recompute == "full")}[phase]
+    passes = {"score": 1, "learn": 2 + (actor.recompute == "full")}[phase]
     learns = actor.lora is None or is_adapted(a, actor.lora, "self_attention.linear_proj")
     again, attentions = int(phase == "learn" and learns), math.ceil(a.num_layers / layout.pp)
-    # Queries and keys, and, as long as values, these and the output.
+    # Queries and keys have a head's size, values and the output that of a value.
     numbers, q = 0, a.num_heads // layout.tp
     for heads in a.attention_heads:
         k = max(heads.kv_heads // layout.tp, layout.cp)
         value = heads.size if a.latent is None else a.value_dim
-        numbers += ways * (q + k) * (heads.size + value) + again * q * value
+        numbers += passes * (q + k) * (heads.size + value) + again * q * value
     size = (layout.cp - 1) / layout.cp * tokens * numbers / a.num_layers * attentions * actor.device.number
-    count = attentions * (ways * EXCHANGES + again)
+    count = attentions * (passes * EXCHANGES + again)
     return Message(phase, "heads of cp", spread.cp, size, count * batches, piped=True)
 
 
-def _of_gradients(budget: Budget, work: Work, spread: Spread) -> Iterator[Message]:
+def _gradient_messages(budget: Budget, work: Work, spread: Spread) -> Messages:
     actor = budget.actor
     dense, experts = trained_parts(actor, budget.stage)
     parts = (("dp", dense, actor.shards), ("experts", experts, actor.expert_shards))
@@ -212,8 +221,8 @@ def _of_gradients(budget: Budget, work: Work, spread: Spread) -> Iterator[Messag
             yield Message("learn", f"gradients and weights of {what}", spread.dp, size * work.updates, count)
 
 
-def _of_exchange(budget: Budget, work: Work, lanes: int, spread: Spread) -> Iterator[Message]:
-    """Answers go over the hosts' network: agents are on different nodes, where there are several."""
+def _exchange_messages(budget: Budget, work: Work, lanes: int, spread: Spread) -> Messages:
+    """Answers, which go between nodes: agents are on different ones, where there are several."""
     lane = message_bytes(work.pool / lanes, work.answer_tokens)
     mine = message_bytes(work.answers / budget.actor.dp, work.answer_tokens)
     if lane > mine:
@@ -222,7 +231,7 @@ def _of_exchange(budget: Budget, work: Work, lanes: int, spread: Spread) -> Iter
         yield Message("exchange", "answers inside a cell", spread.pp, lane, 2.0)
 
 
-def _of_publication(budget: Budget, spread: Spread) -> Iterator[Message]:
+def _publication_messages(budget: Budget, spread: Spread) -> Messages:
     moved = publication_of(budget)
     if moved.num_receivers:
         size = max(moved.sent) * budget.actor.device.number
@@ -232,7 +241,7 @@ def _of_publication(budget: Budget, spread: Spread) -> Iterator[Message]:
 
 
 def publication_of(budget: Budget) -> Published:
-    """The traffic of one publication of the agent in each of its cells, or of the blocks of them that share experts."""
+    """The traffic of one publication in a cell of the agent, or in a block of cells that share experts."""
     actor = budget.actor
     stages = stage_layers(actor.architecture.num_layers, actor.layout)
     layout = actor.layout

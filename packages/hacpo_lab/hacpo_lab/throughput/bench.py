@@ -1,7 +1,7 @@
-"""The benchmark: every block in turn, several rounds of it, so that whatever else the machine does hits all alike.
+"""The benchmark: several rounds of all blocks in turn, so that other load on the machine disturbs all alike.
 
 A block is a run of some steps in a folder of its own under `work`; its ranks are forked from one server.
-Elsewhere: what a block is read as (measure.py) and how it is shown (table.py).
+Elsewhere: the measurements of a block (measure.py), and their tables (table.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ TakeSteps = Callable[[str, int, Workload], None]
 
 @dataclass(frozen=True)
 class Block:
-    """The things measured under a name: a configuration, and how long and how right its answers are."""
+    """A named measurement: a configuration, and the lengths and rewards of its answers."""
 
     name: str
     config: Config
@@ -46,27 +46,27 @@ class Bench:
 
     def run(self, server: JobServer, take_steps: TakeSteps) -> dict[str, list[list[MeasuredStep]]]:
         """The measured steps of every block, a list per round. RuntimeError when one fails."""
-        found: dict[str, list[list[MeasuredStep]]] = {block.name: [] for block in self.blocks}
-        for number in range(self.rounds):
-            for place, block in enumerate(self.blocks):
-                say(f"round {number + 1} of {self.rounds}: {block.name}")
-                folder = self.work / f"round_{number + 1}.{place + 1}"
-                found[block.name].append(self._measure(block, folder, server, take_steps))
-        return found
+        steps: dict[str, list[list[MeasuredStep]]] = {block.name: [] for block in self.blocks}
+        for round_number in range(1, self.rounds + 1):
+            for block_number, block in enumerate(self.blocks, 1):
+                say(f"round {round_number} of {self.rounds}: {block.name}")
+                folder = self.work / f"round_{round_number}.{block_number}"
+                steps[block.name].append(self._measure(block, folder, server, take_steps))
+        return steps
 
     def _measure(self, block: Block, folder: Path, server: JobServer, take_steps: TakeSteps) -> list[MeasuredStep]:
         folder.mkdir(parents=True)
         config = block.config.model_copy(update={"run_dir": folder / "run"})
         file = folder / "config.toml"
         file.write_text(resolved_toml(config), encoding="utf-8")
-        arguments = (str(file), self.num_steps, block.workload)
-        statuses = server.run(RankMap.of(config).world_size, folder, take_steps, *arguments)
+        num_ranks = RankMap.of(config).world_size
+        statuses = server.run(num_ranks, folder, take_steps, str(file), self.num_steps, block.workload)
         if set(statuses) != {0}:
-            raise RuntimeError(f"{block.name} ended with exit statuses {statuses}: {_last_words(folder)}")
+            raise RuntimeError(f"{block.name} ended with exit statuses {statuses}: {_last_line(folder)}")
         return measured_steps(config.run_dir, [agent.name for agent in config.agents], self.num_warm_up)
 
 
-def _last_words(folder: Path) -> str:
-    """The last lines that the ranks wrote; the folder may be a temporary one."""
-    said = [file.read_text(encoding="utf-8", errors="replace").strip() for file in sorted(folder.glob("*.err"))]
-    return next((words.splitlines()[-1] for words in said if words), "its ranks said nothing")
+def _last_line(folder: Path) -> str:
+    """The last line of the first rank that wrote an error, since the folder may be a temporary one."""
+    errors = [file.read_text(encoding="utf-8", errors="replace").strip() for file in sorted(folder.glob("*.err"))]
+    return next((text.splitlines()[-1] for text in errors if text), "its ranks said nothing")

@@ -32,7 +32,6 @@ def draw_throughput(result: Path) -> Path:
         axis.invert_yaxis()
         axis.set_xlabel("seconds of a step")
         legend(figure, [phase.replace("_", " ") for phase in phases], colours)
-        picture = to_png(figure)
-    path = result.with_suffix(".png")
-    path.write_bytes(picture)
+        path = result.with_suffix(".png")
+        path.write_bytes(to_png(figure))
     return path

@@ -1,7 +1,8 @@
-"""The cost of a block of measured steps, read from the metrics of its run.
+"""The measurements of a block's steps, read from the metrics of its run.
 
-A step of an agent is busy or waiting. Busy are its phases but `wait`, the end of the step; of `exchange`, in which
-agents wait for each other, only what the last one to come needs. Everything else of the step's wall time is waiting.
+In a step an agent is busy or waits. It is busy in all phases except `wait`, the end of the step, and `exchange`, in
+which agents wait for each other: there only as long as the last agent to come needs. The rest of the wall time is
+waiting.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ class AgentStep:
     phases_s       seconds of its slowest rank, by phase
     busy_s         seconds it worked
     answers, tokens              that it sampled
-    trained_answers, trained_tokens   that it learnt from; answers alone, prompts not counted
+    trained_answers, trained_tokens   that it learnt from; tokens of answers only, not of prompts
     prompt_tokens  of a prompt, on average, and scored_answers, those scored before learning: 0 where the run did not
                    count them, as only a benchmark does
     hidden_s       of sampling beside other phases, whose processor seconds then have those of sampling in them
@@ -70,13 +71,9 @@ def measured_steps(run_dir: Path, agents: Sequence[str], num_warm_up: int) -> li
 
 def measured_step(wall_s: float, metrics: StepMetrics, agents: Sequence[str]) -> MeasuredStep:
     """A step from its reduced metrics."""
-    phases = {agent: _phases(metrics, agent) for agent in agents}
+    phases = {agent: _by_phase(metrics, f"agent/{agent}/phase/", "_s") for agent in agents}
     shared_s = min(seconds.get(SHARED_PHASE, 0.0) for seconds in phases.values())
     return MeasuredStep(wall_s, {agent: _agent_step(metrics, agent, phases[agent], shared_s) for agent in agents})
-
-
-def _phases(metrics: StepMetrics, agent: str) -> dict[str, float]:
-    return _by_phase(metrics, f"agent/{agent}/phase/", "_s")
 
 
 def _by_phase(metrics: StepMetrics, prefix: str, unit: str) -> dict[str, float]:
@@ -109,19 +106,15 @@ def _agent_step(metrics: StepMetrics, agent: str, phases_s: dict[str, float], sh
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` of them lie, linear between neighbours."""
+    """The value below which a `share` of the values lies, linear between two of them."""
     ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    low = int(place)
+    position = share * (len(ordered) - 1)
+    low = int(position)
     high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+    return ordered[low] + (position - low) * (ordered[high] - ordered[low])
 
 
-def mean_phases(steps: Sequence[MeasuredStep], agent: str) -> dict[str, float]:
-    """Mean seconds of each phase of an agent."""
-    return means([step.agents[agent].phases_s for step in steps])
-
-
-def means(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each key over all of them, 0 where one lacks it; in the order of a step."""
-    return {key: fmean(each.get(key, 0.0) for each in found) for key in in_step_order({k for e in found for k in e})}
+def means(tables: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each key over all tables, 0 where one lacks it; keys in the order of phases in a step."""
+    keys = in_step_order({key for table in tables for key in table})
+    return {key: fmean(table.get(key, 0.0) for table in tables) for key in keys}

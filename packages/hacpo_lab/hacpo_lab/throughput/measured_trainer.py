@@ -1,7 +1,7 @@
-"""A trainer whose answers are as long, and as right, as a workload says. Everything else is the trainer itself.
+"""A trainer whose answers have the lengths and rewards of a workload. Everything else is the trainer itself.
 
-It is handed three things: a sampler that fixes lengths, a judge that fixes rewards, and an observer that says of every
-phase what a run does not: processor seconds, the peak of memory, what was sent to whom.
+It is given three parts: a sampler that fixes lengths, a judge that fixes rewards, and an observer that adds metrics of
+every phase which a run does not have: processor seconds, the peak of memory, and the bytes sent, by receiver.
 """
 
 import time
@@ -42,7 +42,7 @@ class WorkloadSampler(Sampler):
 
 
 class Measurement(Observer):
-    """Puts more of every agent into the metrics of a step:
+    """An observer that adds metrics of an agent's steps:
 
     prompt_tokens_mean          tokens of a prompt      num_scored   answers that the actor scored before learning
     cpu/<phase>_s, cpu_highest/<phase>_s   processor seconds of a rank, all its threads: mean, and of the busiest one;
@@ -61,12 +61,12 @@ class Measurement(Observer):
         self.num_written = 0
 
     def joins(self, rollout: RolloutClient, metrics: Metrics) -> None:
-        """Makes this agent the one whose phases it measures."""
+        """Takes the agent whose phases it measures."""
         self.rollout, self._metrics = rollout, metrics
 
     @contextmanager
     def around(self, phase: str) -> Iterator[None]:
-        """Adds up what a phase takes."""
+        """Measures a phase, which may come several times in a step."""
         take_peak()
         start = time.process_time()
         yield
@@ -75,7 +75,7 @@ class Measurement(Observer):
             self._peaks[phase] = max(peak, self._peaks.get(phase, 0))
 
     def before_writing(self, step: int, found: StepResult) -> None:
-        """All since the last time; what writing takes is counted with the next step."""
+        """Adds the metrics since the last call; the cost of writing is counted in the next step."""
         self.num_written += 1
         prefix, now = f"agent/{self.rollout.name}", time.process_time()
         self._cpu_s["other"], self._cpu_began = now - self._cpu_began - sum(self._cpu_s.values()), now
@@ -101,27 +101,27 @@ class Measurement(Observer):
 
 
 class WorkloadJudge(RolloutJudge):
-    """Judges as ever, for its time, and gives the workload's rewards."""
+    """Judges, so that its time is measured, but gives the workload's rewards."""
 
-    def __init__(self, workload: Workload, seen: Measurement, *arguments: Any, **options: Any) -> None:
+    def __init__(self, workload: Workload, measurement: Measurement, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._workload, self._seen = workload, seen
+        self._workload, self._measurement = workload, measurement
 
     def judge(self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[Judgement]:
         """One judgement per rollout."""
         return [self._as_recorded(rollout) for rollout, _ in zip(rollouts, super().judge(prompts, rollouts))]
 
     def _as_recorded(self, rollout: Rollout) -> Judgement:
-        place = (self._seen.rollout.name, self._seen.num_written, rollout.prompt_index, rollout.rollout_index)
-        reward = self._workload.answer(*place)[1]
+        agent, step = self._measurement.rollout.name, self._measurement.num_written
+        reward = self._workload.answer(agent, step, rollout.prompt_index, rollout.rollout_index)[1]
         return Judgement(Verdict.CORRECT if is_success(reward) else Verdict.WRONG, reward)
 
 
 def measured_trainer(config: Config, workload: Workload) -> Trainer:
     """The trainer of one rank of a benchmark. Collective over the job."""
-    seen = Measurement(config)
-    judge, sampler = partial(WorkloadJudge, workload, seen), partial(WorkloadSampler, workload)
-    return Trainer(config, sampler=sampler, judge=judge, observers=[seen])
+    measurement = Measurement(config)
+    judge, sampler = partial(WorkloadJudge, workload, measurement), partial(WorkloadSampler, workload)
+    return Trainer(config, sampler=sampler, judge=judge, observers=[measurement])
 
 
 def take_steps(config: Config, workload: Workload, num_steps: int) -> None:

@@ -1,7 +1,7 @@
-"""The most memory that this process has had since it was last asked, without stopping it or its device.
+"""The peak of this process's memory since the last call, read without stopping the process or its device.
 
-On the CPU that is its resident set: of an allocator that keeps what was given back, an earlier phase's memory is in a
-later one's peak, and pages that processes of one server share are in each of theirs.
+On the CPU it is the peak of the resident set. The allocator keeps freed memory, so that of an earlier phase is in a
+later one's peak; pages that forks of one server share are in the peak of each.
 """
 
 from pathlib import Path
@@ -12,9 +12,9 @@ STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def take_peak() -> int | None:
-    """Bytes since the last call; None where this machine does not let a process reset its peak.
+    """The peak since the last call, in bytes; None where this machine does not let a process reset its peak.
 
-    On CUDA of torch's allocator, which counts on the host: what an engine asleep could take back is in it.
+    On CUDA it is that of torch's allocator, which counts on the host: memory that a sleeping engine gave back is in it.
     """
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated()

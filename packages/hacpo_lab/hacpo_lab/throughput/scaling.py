@@ -1,7 +1,8 @@
-"""The same step in other numbers of agents and lanes: what stays as it is, and what grows.
+"""The same step with other numbers of agents and lanes, to see which costs of a rank grow with them.
 
-A lane has the same prompts and answers in all of them, a rank so the same work but for what N changes. Processes share
-cores and wait for each other, so work is told in processor seconds of a rank, all its threads, and not by a clock.
+A lane has the same prompts and answers at every size, so a rank has the same work, except the part that depends on the
+number of agents. Processes share cores and wait for each other, so work is measured in processor seconds of a rank,
+over all its threads, and not by a clock.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,15 +27,11 @@ def scaling_blocks(config: Config, workload: Workload) -> list[Block]:
             f"--scaling takes a step of one agent, too, and algorithm.method={config.algorithm.method} is nothing for "
             "one alone. Nearest: algorithm.method=hacpo"
         )
-    return [Block(_name(*size), _sized(config, *size), workload) for size in SIZES]
-
-
-def _name(num_agents: int, lanes: int) -> str:
-    return f"{num_agents} agents, {lanes} lanes"
+    return [Block(f"{n} agents, {lanes} lanes", _sized(config, n, lanes), workload) for n, lanes in SIZES]
 
 
 def _sized(config: Config, num_agents: int, lanes: int) -> Config:
-    """With so many agents and lanes, and per lane what the configuration has per lane."""
+    """The configuration with so many agents and lanes, and as many prompts per lane as before."""
     training = config.training
     of_step = {
         key: getattr(training, key) // config.lanes * lanes for key in ("prompts_per_step", "prompts_per_update")
@@ -44,10 +41,10 @@ def _sized(config: Config, num_agents: int, lanes: int) -> Config:
 
 
 def _agent(agents: Sequence[AgentConfig], number: int) -> AgentConfig:
-    """The agents of the file, and then again under other names."""
-    again, place = divmod(number, len(agents))
-    agent = agents[place]
-    return agent.model_copy(update={"name": f"{agent.name}_{again + 1}"}) if again else agent
+    """Agent `number` of a size: the agents of the file, then copies of them under other names."""
+    copy, index = divmod(number, len(agents))
+    agent = agents[index]
+    return agent.model_copy(update={"name": f"{agent.name}_{copy + 1}"}) if copy else agent
 
 
 def scaling_rows(

@@ -1,13 +1,13 @@
-"""The schedules compared: the configuration's own method, and each agent alone with as many or twice as many answers.
+"""The schedules of a benchmark: the configuration's own method, and each agent alone with as many or twice the answers.
 
     its own method   the configuration as it is: N agents, G answers each, all of them shared
     in turns         the same, one agent after the other, each on the devices of all: the authors' recipe
     gspo_x2          each agent alone, 2 G answers: with two agents as many trained answers per learner
     gspo             each agent alone, G answers
 
-The answers in an update are as many for all: agents alone take N times the prompts. All but `in turns` run the agents
-at the same time, each on its own devices. The seconds of turns on devices that make no agent faster are also
-reckoned, from the phases of every schedule (measure.py).
+An update has as many answers under all: agents alone take N times the prompts. All but `in turns` run the agents at the
+same time, each on its own devices. measure.py also estimates, from the phases of a schedule, the seconds of the agents
+in turns on devices that make none of them faster.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import Config, load_config
 from hacpo_mega.config.tables.methods import METHODS
 
-# Nothing but the steps is measured, and no step of a benchmark is its last one.
+# Only the steps are measured: no evaluation, no checkpoint.
 STEPS_ONLY = ("evaluation.every_steps=0", "checkpoint.every_steps=0", "checkpoint.every_minutes=0.0")
 
 
@@ -38,7 +38,7 @@ class Schedule:
 def with_and_without(config: Config, workload: Workload, unmixed: float) -> list[Block]:
     """The configuration's own method with all prompts trained, and with a share that nobody can learn from.
 
-    Answers are as many and as long in both: the second shows what it saves to leave out rows of zero advantage.
+    Answers are as many and as long in both: the second shows the saving of leaving out rows of zero advantage.
     ValueError for a share that leaves nothing to train, or nothing out.
     """
     num_unmixed = int(config.training.prompts_per_step * unmixed)
@@ -72,7 +72,7 @@ def schedules_of(config: Config) -> tuple[Schedule, ...]:
 
 
 def _in_turns(config: Config) -> tuple[str, ...]:
-    """Gives every agent the devices of all: as many cells as fit on them and share the prompts of an update."""
+    """Overrides that give every agent the devices of all: as many cells as fit and divide an update's prompts."""
     ranks, updates = RankMap.of(config), METHODS[config.algorithm.method].updates
     cells = []
     for shape in ranks.agents:

@@ -1,4 +1,4 @@
-"""The sums over the measured steps of a schedule, per step, per answer and per FLOP."""
+"""The summary of a schedule's measured steps: per step, per answer and per FLOP."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from hacpo_lab.throughput.flops import phase_flops
-from hacpo_lab.throughput.measure import MeasuredStep, mean_phases, means, percentile
+from hacpo_lab.throughput.measure import MeasuredStep, means, percentile
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.sharding.lora import Lora
 
@@ -85,19 +85,20 @@ def summarize(
         by_round_s=tuple(fmean(step.wall_s for step in block) for block in rounds),
         together=None if takes_turns else sum(step.one_after_the_other_s for step in steps) / sum(walls),
         agents={
-            agent: _of_agent(agent, steps, model, adapters.get(agent), takes_turns) for agent, model in models.items()
+            agent: _agent_summary(agent, steps, model, adapters.get(agent), takes_turns)
+            for agent, model in models.items()
         },
     )
 
 
-def _of_agent(
+def _agent_summary(
     agent: str, steps: Sequence[MeasuredStep], model: Architecture, lora: Lora | None, takes_turns: bool
 ) -> AgentSummary:
     wall_s = fmean(step.wall_s for step in steps)
     mine = [step.agents[agent] for step in steps]
     answers, trained = fmean(step.answers for step in mine), fmean(step.trained_answers for step in mine)
     tokens, trained_tokens = fmean(step.tokens for step in mine), fmean(step.trained_tokens for step in mine)
-    phases_s = mean_phases(steps, agent)
+    phases_s = means([step.phases_s for step in mine])
     flops = phase_flops(
         model,
         num_prompts_answered=answers,

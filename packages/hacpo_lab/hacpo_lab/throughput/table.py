@@ -10,8 +10,8 @@ from hacpo_lab.experiments.table import NOTHING, Table, markdown_of
 from hacpo_lab.throughput.summary import Summary
 from hacpo_mega.logbook.console import in_step_order
 
-# Whom bytes go to: the other leaders of a lane, the ranks of a cell, the agent's other leaders, all ranks (metrics),
-# other ranks of the model on the way to the engine, and the engine.
+# Receivers of bytes: the other leaders of a lane, the ranks of a cell, the agent's other leaders, all ranks (metrics),
+# other ranks of the model on the way to the engine (tp, pp), and the engine.
 SENT_TO = ("lane", "cell", "row", "job", "tp", "pp", "engine")
 OF_SIZES = ("agents", "lanes", "ranks")
 BYTES = {

@@ -1,6 +1,6 @@
-"""The work of a benchmark: how long every answer is and whether it is right, so that no luck of sampling is measured.
+"""The work of a benchmark: the length and reward of every answer, so that chance in sampling changes no measurement.
 
-Every answer is really sampled, judged, exchanged and trained; only where it ends and what it earns is fixed.
+Every answer is really sampled, judged, exchanged and trained; only its length and its reward are fixed.
 """
 
 import random
@@ -21,8 +21,8 @@ class Workload:
 
     tokens   of every answer, where nothing is replayed; every second answer is then right
     steps    what a run recorded, step by step; empty: nothing is replayed
-    unmixed  share of the prompts, evenly among the others, to which all agents' answers are wrong: nobody learns from
-             them. Only where nothing is replayed
+    unmixed  share of the prompts, spread evenly, to which all answers are wrong, so that nobody learns from them; only
+             where nothing is replayed
     """
 
     tokens: int

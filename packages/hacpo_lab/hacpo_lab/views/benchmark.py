@@ -18,11 +18,11 @@ OF_SCHEDULE = {
     **dict.fromkeys(("wall_s", "p50_s", "p95_s"), NUMBER),
 }
 # Infinity stands for an agent that has trained on nothing.
-WITHOUT_END = Kind("a number, or Infinity", lambda value: is_number(value) or value == math.inf)
+NUMBER_OR_INFINITY = Kind("a number, or Infinity", lambda value: is_number(value) or value == math.inf)
 OF_AGENT = {
     **{"phases_s": table_of(NUMBER), "idle_share": NUMBER.or_null, "flops_per_s": table_of(NUMBER)},
     **dict.fromkeys(("trained_answers", "generated_per_s", "trained_per_s"), NUMBER),
-    "seconds_per_1000": WITHOUT_END,
+    "seconds_per_1000": NUMBER_OR_INFINITY,
 }
 OF_SIZE = {
     "cpu_s": table_of(NUMBER),

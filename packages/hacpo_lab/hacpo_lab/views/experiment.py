@@ -62,7 +62,7 @@ def experiment(folder: Path, reference: str | None) -> dict[str, Any]:
 
 
 def _is_in(folder: Path, names: Collection[str]) -> bool:
-    """By the names of files, or the first line of runs.jsonl."""
+    """True by the names of files, or by the first line of runs.jsonl."""
     if EVIDENCE in names or any(map(ONE_RUN.fullmatch, names)):
         return True
     with suppress(OSError, ValueError), (folder / PACKED).open("rb") as file:
@@ -115,15 +115,16 @@ def _by_rate(runs: Sequence[Result]) -> list[Result]:
 
 
 def _require_alike(regime: str, runs: Sequence[Result]) -> None:
-    """ValueError where runs of a regime have other agents, or another test set."""
-    tests = {(run.final.prompts, *sorted(run.final.num_prompts.items())) for run in runs if run.final}
-    for what, found in (("have other agents", {run.agents for run in runs}), ("have answered other test sets", tests)):
-        if len(found) > 1:
-            raise ValueError(f"the runs of {regime} {what}: remove those of another version")
+    """ValueError where runs of a regime have different agents, or different test sets."""
+    test_sets = {(run.final.prompts, *sorted(run.final.num_prompts.items())) for run in runs if run.final}
+    problems = {"have other agents": {run.agents for run in runs}, "have answered other test sets": test_sets}
+    for problem, variants in problems.items():
+        if len(variants) > 1:
+            raise ValueError(f"the runs of {regime} {problem}: remove those of another version")
 
 
 def _at_shared_steps(runs: Sequence[Result]) -> list[Result]:
-    """The runs, as if they had been evaluated at the steps alone that all of them have."""
+    """The runs, as if they had been evaluated only at the steps that all of them have."""
     steps = tuple(sorted(set.intersection(*(set(run.steps) for run in runs))))
     if not steps:
         raise ValueError(f"the runs of {runs[0].regime}, {runs[0].method} have no evaluated step in common")
