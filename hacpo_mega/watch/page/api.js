@@ -23,11 +23,11 @@ export const runPath = (run, ...parts) => ["/api/runs", run, ...parts].map((part
 /** Metrics of one run, asked for by name once and then extended. */
 export class Metrics {
   #batches = []; // {names, steps, seconds, trained_answers, series, intervals}
-  #wanted = new Map(); // of names without an answer yet: their promise
+  #wanted = new Map(); // by name, the promise that resolves when it is loaded
   #growing = Promise.resolve();
   #queue = []; // names that the next request asks for
   #flush = null;
-  #every = 1; // of a long run each so many steps come first, and all of them soon after
+  #every = 1; // of a long run every so many steps are loaded first, and all of them soon after
   events = [];
   names = [];
   whole = Promise.resolve(); // all steps of what was asked for are here
@@ -86,7 +86,7 @@ export class Metrics {
     this.whole = Promise.all([this.whole, rest.catch(() => null)]);
   }
 
-  /** Asks for what came since; true if anything did. One call at a time. */
+  /** Asks for the steps since the last answer; true if there are any. One call at a time. */
   refresh() {
     this.#growing = this.#growing.catch(() => false).then(async () => {
       await this.open();
@@ -98,7 +98,7 @@ export class Metrics {
 
   async #extend(batch) {
     const after = batch.steps.at(-1);
-    const { names, generation } = batch; // rows that were replaced since make the server tell all of them again
+    const { names, generation } = batch; // the server sends all rows again if some were replaced since this generation
     const answer = await get(runPath(this.run, "metrics"), { names: names.join(","), after, generation });
     if (answer.events) this.events = answer.events;
     if (answer.full) {
@@ -109,7 +109,7 @@ export class Metrics {
     return answer.steps.length > 0;
   }
 
-  /** What an axis shows at a step: its own value, or that of the step before it. */
+  /** The value of an axis at a step, or at the last step before it that has one. */
   place(step, axis) {
     const batch = this.#batches[0];
     if (!batch || axis === "steps") return step;
@@ -157,7 +157,7 @@ export async function follow(onChange, onState) {
     try {
       const { seq: now, changed } = await get("/api/events", { after: seq });
       if (lost) onState("");
-      if (changed.length || lost) await onChange(lost ? null : changed); // null: nobody knows which
+      if (changed.length || lost) await onChange(lost ? null : changed); // null: any may have changed
       seq = now;
       lost = false;
     } catch (error) {

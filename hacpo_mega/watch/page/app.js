@@ -1,4 +1,4 @@
-// The page: which runs, which view, and the address that says so; news of the runs reach the open view from here.
+// The page: the chosen runs, the open view, and the address that holds both. Passes changes of runs on to the view.
 import { Metrics, follow, get } from "./api.js";
 import { Answers } from "./answers.js";
 import { Compare } from "./compare.js";
@@ -36,7 +36,7 @@ class App {
     follow((changed) => this.#changed(changed), (text) => this.say(text));
   }
 
-  /** The cookie speaks from here on; the address can be shown to others. */
+  /** Removes the token from the address, which can then be shown to others: the cookie has it from now on. */
   #hideToken() {
     const url = new URL(location.href);
     if (!url.searchParams.has("token")) return;
@@ -68,7 +68,7 @@ class App {
     return this.chosen()[0] ?? null;
   }
 
-  /** Metrics of a run, opened once. A failure is not kept. */
+  /** Metrics of a run, opened once; after a failure, anew. */
   metrics(id) {
     if (!this.#metrics.has(id)) {
       const opening = new Metrics(id).open();

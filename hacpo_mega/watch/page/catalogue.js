@@ -1,5 +1,5 @@
-// The charts of a run, which the server tells: report/catalogue.py has them, for the static report as well.
-// A metric is known by its pattern, in which {a} is an agent and {b} a source or another one.
+// The charts of a run, from the server's catalogue (report/catalogue.py), which the static report uses, too.
+// A chart names its metrics by pattern, in which {a} is an agent and {b} a source or another agent.
 import { get } from "./api.js";
 
 const table = await get("/api/catalogue");
@@ -13,7 +13,7 @@ export const SECTIONS = table.sections;
 
 const escape = (text) => text.replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
 
-/** What of `names` fits a pattern: [{name, a, b}]. */
+/** The `names` that match a pattern: [{name, a, b}]. */
 export function matching(pattern, names, agents) {
   const any = `(${[...agents].sort((x, y) => y.length - x.length).map(escape).join("|") || "(?!)"})`;
   const source = pattern.split(/(\{[ab]\})/).map((part) => (/^\{[ab]\}$/.test(part) ? any : escape(part))).join("");

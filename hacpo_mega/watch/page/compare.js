@@ -1,4 +1,4 @@
-// Runs beside each other: what their configurations differ in, and how their measures ended.
+// Runs side by side: the differences of their configurations, and their last values.
 import { get } from "./api.js";
 import { SECTIONS, linesOf } from "./catalogue.js";
 import { el, fill, show } from "./dom.js";

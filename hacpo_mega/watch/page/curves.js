@@ -140,7 +140,7 @@ export class Curves {
     });
   }
 
-  /** One chart per learner and source for which the run has all metrics that it is of. */
+  /** One chart per learner and source for which the run has all metrics of the chart. */
   #pairs(spec, run, whose) {
     const known = new Set(this.metrics.get(run.id).names);
     const pairs = run.agents.flatMap((learner) => run.agents.filter((source) => source !== learner).map((source) => ({ learner, source })));
@@ -174,7 +174,7 @@ export class Curves {
       card.chart ??= new Chart(titled(card.spec), this.zoom);
       if (!card.chart.node.isConnected) card.place.append(card.chart.node);
       await this.#load(card.spec);
-      card.chart.draw(this.#made(card.spec));
+      card.chart.draw(this.#content(card.spec));
       this.#listEvents();
     } catch (error) {
       this.app.say(error.message);
@@ -194,8 +194,8 @@ export class Curves {
     );
   }
 
-  /** What the chart is to draw, of the numbers that are there. */
-  #made(spec) {
+  /** The data that a chart draws, from the numbers loaded so far. */
+  #content(spec) {
     const common = { note: spec.note, verdicts: this.#verdicts(spec), xUnit: AXES[this.how.axis], unit: spec.unit, share: spec.share, level: spec.level };
     common.span = this.#span(spec.run ? [spec.run] : this.runs);
     common.events = this.#marks(spec.run ? [spec.run] : this.runs);
@@ -224,7 +224,7 @@ export class Curves {
     });
   }
 
-  /** Runs that differ in the seed alone as one mean with a band from the lowest to the highest. */
+  /** Runs that differ only in the seed, as one mean with a band from the lowest to the highest. */
   #seedLines(spec) {
     const grouped = new Set(this.#groups.flatMap(({ runs }) => runs));
     const alone = this.#lines(spec, this.runs.filter(({ id }) => !grouped.has(id)));

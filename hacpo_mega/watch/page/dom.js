@@ -1,8 +1,8 @@
-// Elements made from data. Text becomes text nodes alone, so an answer that holds a tag shows the tag.
+// Elements made from data. Text becomes text nodes only, so an answer that holds a tag shows the tag.
 
 const HANDLER = /^on[a-z]+$/;
 const SPOKEN = ["title", "aria-label"]; // attributes that people read
-// Signs that a browser obeys instead of showing, as models/files/visible.py has them; line ends and tabs stay.
+// Characters that a browser obeys instead of showing, the same as in models/files/visible.py; line ends and tabs stay.
 const OBEYED = /[^\P{C}\n\t]|[\p{Zl}\p{Zp}\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0\u{e0100}-\u{e01ef}]/gu;
 
 /** Text whose direction, width and controls are written out, so that it cannot hide or reorder its neighbours. */

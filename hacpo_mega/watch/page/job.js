@@ -1,4 +1,4 @@
-// The job: who is where, in which phase, what went wrong last, how long it takes.
+// The job: its progress and time, its ranks with their places and phases, and its last trouble.
 import { get, runPath } from "./api.js";
 import { PHASES, UNKNOWN_COLOUR } from "./catalogue.js";
 import { duration, el, fill, show } from "./dom.js";
@@ -57,18 +57,18 @@ function facts({ state, step, num_steps: planned, seconds, seconds_left: left, s
   return el("div", { class: "facts-block" }, bar, el("dl", {}, rows.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value ?? "–")))));
 }
 
-/** Who waits, and for whom, in one sentence; nothing where nobody tells. */
+/** One sentence on the ranks that wait, and those they wait for; nothing if no rank reports. */
 function waiting({ ranks, waited_for: late }) {
-  const told = (ranks ?? []).filter(({ phase }) => phase);
-  const waiters = told.filter(({ waits_for: whom }) => whom).length;
-  if (!told.length) return null;
+  const reporting = (ranks ?? []).filter(({ phase }) => phase);
+  const waiters = reporting.filter(({ waits_for: whom }) => whom).length;
+  if (!reporting.length) return null;
   if (!late?.length) return el("p", { class: "waiting" }, waiters ? `All ${waiters} ranks that tell are in a collective.` : "Nobody waits.");
   const named = late.slice(0, MOST_NAMED).map((number) => {
-    const { agent, lane, phase, phase_s: seconds } = told.find(({ rank }) => rank === number);
+    const { agent, lane, phase, phase_s: seconds } = reporting.find(({ rank }) => rank === number);
     return `rank ${number} (${agent}, lane ${show(lane)}) in ${phase.replaceAll("_", " ")} for ${duration(seconds)}`;
   });
   const more = late.length > MOST_NAMED ? ` and ${late.length - MOST_NAMED} more` : "";
-  return el("p", { class: "waiting" }, waiters ? `${waiters} of ${told.length} ranks wait for others. At work: ` : "Nobody waits. At work: ", named.join("; "), more, ".");
+  return el("p", { class: "waiting" }, waiters ? `${waiters} of ${reporting.length} ranks wait for others. At work: ` : "Nobody waits. At work: ", named.join("; "), more, ".");
 }
 
 /** Agents as rows, lanes as columns, cells as boxes of ranks. */
