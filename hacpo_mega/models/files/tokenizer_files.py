@@ -226,8 +226,8 @@ def _named_tokens(folder: Path) -> Iterator[tuple[Path, str, str]]:
                 yield file, key, text
             elif key in LISTS and value is not None:
                 yield from ((file, key, token) for token in _listed(file, key, value))
-    added = {} if is_complete(folder) else CLASS_TOKENS.get(str(table.get("tokenizer_class")).removesuffix("Fast"), {})
-    for key, text in added.items():
+    class_name = str(table.get("tokenizer_class")).removesuffix("Fast")
+    for key, text in ({} if is_complete(folder) else CLASS_TOKENS.get(class_name, {})).items():
         if key not in table and key not in older:
             yield described, f"tokenizer_class {table['tokenizer_class']} with its {key}", text
 
