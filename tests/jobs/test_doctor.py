@@ -54,7 +54,7 @@ def reports(config_file) -> list[dict]:
 
 
 def by_name(findings: list[dict]) -> dict[str, dict]:
-    return {finding["what"]: finding for finding in findings}
+    return {finding["comparison"]: finding for finding in findings}
 
 
 def test_a_healthy_project_passes(reports):
@@ -76,7 +76,7 @@ def test_a_stale_copy_is_found(reports):
     for rank in (0, 1):
         findings = by_name(reports[rank]["forgetful"])
         assert findings["Megatron - vLLM after it"]["largest"] > 0.01
-        bad = {what for what, finding in findings.items() if not finding["is_good"]}
+        bad = {name for name, finding in findings.items() if not finding["is_good"]}
         assert bad == {"Megatron - vLLM", "Megatron - vLLM, as it sampled", "Megatron - vLLM after it"}
     assert all(finding["is_good"] for finding in reports[2]["forgetful"])
 
