@@ -4,7 +4,7 @@ number once.
 They compute in float32 and round once to the dtype of the result. An element's bits depend on its inputs alone, never
 on its element in the tensor, but for the gradient of a norm's weight. reference.py has the formulas.
 
-Shapes: R rows of F columns, normalised rows of H; T tokens with N heads of size D, of which P pairs are rotate_heads; E
+Shapes: R rows of F columns, normalised rows of H; T tokens with N heads of size D, of which P pairs are rotated; E
 stacked matrices [N, M].
 """
 
@@ -218,7 +218,7 @@ def _rotary_kernel(
         tl.store(target + pair, (first * cosine - second * sine).to(out_ptr.dtype.element_ty), mask=inside)
         out = second * cosine + first * sine
         tl.store(target + num_pairs + pair, out.to(out_ptr.dtype.element_ty), mask=inside)
-    for start in tl.static_range(2 * num_pairs, size, block_p):  # dimensions that are not rotate_heads
+    for start in tl.static_range(2 * num_pairs, size, block_p):  # dimensions that are not rotated
         rest = start + pair
         inside = is_row & (rest < size)
         tl.store(target + rest, tl.load(source + rest, mask=inside, other=0.0), mask=inside)
